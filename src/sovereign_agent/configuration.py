@@ -1,0 +1,402 @@
+"""Configuration: `sovereign.toml` becomes checked, frozen settings.
+
+The file belongs to its organization's people: it is read whole, judged whole, and edited only through
+`set_actor_provider`, which keeps their comments. What cannot be meant is refused before anything runs, with
+the key, its line, the reason and the mend. No secret belongs in it, so a URL with a password is refused, and
+no refusal repeats a value it found.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+from urllib.parse import parse_qsl, urlsplit
+
+import tomlkit
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+from tomlkit.exceptions import TOMLKitError
+
+from sovereign_agent.errors import ConfigurationFault
+from sovereign_agent.records import Role
+
+FILE_NAME = "sovereign.toml"
+NO_PROVIDER = "none"
+"""The provider of an actor that runs nothing: a person, or a program that only reads the ledger."""
+
+STEP_VERBS = ("sleep", "write", "report", "stdout", "stderr", "exit", "ignore_term", "touch", "wait_for")
+
+Act = Literal[
+    "create_outcome", "activate", "plan", "assign", "cancel", "execute", "verify", "review", "accept", "rule", "rebind"
+]
+"""What an actor may be allowed to do."""
+
+
+def _without_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("a NUL character stands in it")
+    return text
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    if url and parts.scheme not in ("postgresql", "postgres"):
+        raise ValueError("a ledger URL begins with postgresql://")
+    if parts.password is not None or any(key == "password" for key, _ in parse_qsl(parts.query)):
+        raise ValueError("a password stands in the URL: put it in ~/.pgpass or in PGPASSWORD")
+    return url
+
+
+def _only_real_providers(name: str) -> str:
+    if name == NO_PROVIDER:
+        raise ValueError('"none" means that nothing is run, so no provider can have that name')
+    return name
+
+
+Text = Annotated[str, Field(min_length=1, max_length=4000), AfterValidator(_without_nul)]
+Identifier = Annotated[str, StringConstraints(pattern=r"\A[a-z0-9][a-z0-9_-]{0,63}\z")]
+Reference = Annotated[str, StringConstraints(pattern=r"\A[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\z")]
+VariableName = Annotated[str, StringConstraints(pattern=r"\A[A-Za-z_][A-Za-z0-9_]*\z")]
+Seconds = Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+
+
+class OrganizationSettings(_Table):
+    """What the organization calls itself."""
+
+    name: Text
+
+
+class LedgerSettings(_Table):
+    """Where the ledger lies: an empty `url` is the SQLite file below `.sovereign`."""
+
+    url: Annotated[str, AfterValidator(_without_nul), AfterValidator(_without_password)] = ""
+
+
+class AuthoritySettings(_Table):
+    """How long authority lasts without renewal, in seconds."""
+
+    actor_lease_seconds: Seconds = 300.0
+    execution_attempt_seconds: Seconds = 900.0
+
+
+class ActorSettings(_Table):
+    """One durable identity: its role, the provider that works for it, and what it may do."""
+
+    role: Annotated[Role, Field(strict=False)]  # not strict: TOML has a string here, and arrays for tuples
+    provider: Identifier
+    authority: Annotated[tuple[Act, ...], Field(strict=False)]
+
+
+class Step(_Table):
+    """One step of a scripted provider: exactly one verb. `text` goes with `write`, `seconds` with `wait_for`."""
+
+    sleep: Seconds | None = None
+    write: Text | None = None
+    text: str | None = None
+    report: dict[str, JsonValue] | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+    exit: Annotated[int, Field(ge=0, le=255)] | None = None
+    ignore_term: Literal[True] | None = None
+    touch: Text | None = None
+    wait_for: Text | None = None
+    seconds: Seconds | None = None
+
+    @model_validator(mode="after")
+    def _one_verb(self) -> Step:
+        verbs = [verb for verb in STEP_VERBS if getattr(self, verb) is not None]
+        if len(verbs) != 1:
+            raise ValueError(f"a step has exactly one of {', '.join(STEP_VERBS)}")
+        if (self.text is not None, self.seconds is not None) != (verbs == ["write"], verbs == ["wait_for"]):
+            raise ValueError("`text` belongs to `write`, `seconds` to `wait_for`, and each needs the other")
+        return self
+
+
+class ScriptedSettings(_Table):
+    """A provider that performs fixed steps in a real process: for trying things out, and for tests."""
+
+    kind: Literal["scripted"]
+    steps: Annotated[tuple[Step, ...], Field(strict=False)]
+    timeout_seconds: Seconds = 600.0
+
+
+class CommandSettings(_Table):
+    """A provider that is any program. `environment` names variables passed on besides the fixed few."""
+
+    kind: Literal["command"]
+    argv: Annotated[tuple[Text, ...], Field(strict=False, min_length=1)]
+    environment: Annotated[tuple[VariableName, ...], Field(strict=False)] = ()
+    timeout_seconds: Seconds = 600.0
+    grace_seconds: Seconds = 5.0
+
+
+ProviderSettings = ScriptedSettings | CommandSettings
+ProviderName = Annotated[Identifier, AfterValidator(_only_real_providers)]
+
+
+class Settings(_Table):
+    """A whole `sovereign.toml`, checked. Nothing in it can be changed; `load` reads it anew."""
+
+    organization: OrganizationSettings
+    ledger: LedgerSettings = LedgerSettings()
+    authority: AuthoritySettings = AuthoritySettings()
+    actors: Annotated[Mapping[Identifier, ActorSettings], Field(min_length=1), AfterValidator(MappingProxyType)]
+    providers: Annotated[
+        Mapping[ProviderName, Annotated[ProviderSettings, Field(discriminator="kind")]],
+        AfterValidator(MappingProxyType),
+    ] = MappingProxyType({})
+    checks: Annotated[Mapping[Identifier, Reference], AfterValidator(MappingProxyType)] = MappingProxyType({})
+    extensions: Annotated[Mapping[Identifier, Reference], AfterValidator(MappingProxyType)] = MappingProxyType({})
+
+    def actor(self, actor_id: str) -> ActorSettings:
+        """The actor of that id. Raises ConfigurationFault when the file declares none."""
+        try:
+            return self.actors[actor_id]
+        except KeyError:
+            raise ConfigurationFault(
+                f"No actor {actor_id!r} is declared.",
+                category="unknown_actor",
+                why=f"{FILE_NAME} declares {', '.join(sorted(self.actors))}.",
+                inspect=FILE_NAME,
+                next_command=f"add [actors.<id>] to {FILE_NAME}, or correct the id",
+            ) from None
+
+
+def load(root: Path | str) -> Settings:
+    """Read and judge `<root>/sovereign.toml`.
+
+    Raises ConfigurationFault when it is missing, unreadable, not UTF-8, not TOML, or says what cannot be meant.
+    """
+    path = Path(root) / FILE_NAME
+    return _judged(path, _read(path))
+
+
+def set_actor_provider(root: Path | str, actor_id: str, provider: str) -> None:
+    """Bind an actor to another provider, in the file, with every comment kept.
+
+    The new text is judged before it is written, and it replaces the old one whole: a crash leaves one or the
+    other. Raises ConfigurationFault (nothing is written) for an unknown actor or provider.
+    """
+    path = (Path(root) / FILE_NAME).resolve()
+    text = _read(path)
+    _judged(path, text).actor(actor_id)
+    try:
+        document: Any = tomlkit.parse(text)
+        document["actors"][actor_id]["provider"] = provider
+        edited: str = tomlkit.dumps(document)
+    except (TOMLKitError, ValueError) as error:
+        raise _fault(path, text, ("actors", actor_id, "provider"), str(error), "edit the file by hand") from error
+    _judged(path, edited)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        replace_file(folder, path.name, edited.encode(), mode=path.stat().st_mode & 0o777)
+    finally:
+        os.close(folder)
+
+
+def replace_file(folder: int, name: str, content: bytes, *, mode: int = 0o600) -> None:
+    """Put `content` under `name` in an open folder, durably, so that a crash leaves the old file or the new one.
+
+    A link that stands under `name` is replaced, not followed. Raises OSError; the old file then still stands,
+    unless it was only the last sync that failed.
+    """
+    temporary = f".{name}.{secrets.token_hex(8)}"
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode, dir_fd=folder)
+    try:
+        with open(file, "wb") as stream:
+            os.fchmod(file, mode)
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        os.unlink(temporary, dir_fd=folder)
+        raise
+    os.fsync(folder)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        mend = "sovereign-agent init --root FOLDER, or correct --root"
+        raise _fault(path, "", (), "there is no such file", mend) from None
+    except OSError as error:
+        raise _fault(path, "", (), f"it cannot be read ({error.strerror})", "mend its owner or its mode") from error
+    except UnicodeDecodeError as error:
+        raise _fault(path, "", (), f"byte {error.start} is not UTF-8", "save the file as UTF-8") from None
+
+
+def _judged(path: Path, text: str) -> Settings:
+    try:
+        settings = Settings.model_validate(tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise _fault(path, "", (), f"it is not TOML: {error}", "correct that line") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise _fault(path, text, _key_path(first["loc"]), *_in_words(first["type"], first["msg"])) from None
+    for actor_id, actor in settings.actors.items():
+        if complaint := _complaint(actor, settings):
+            key, reason, mend = complaint
+            raise _fault(path, text, ("actors", actor_id, key), reason, mend)
+    return settings
+
+
+def _complaint(actor: ActorSettings, settings: Settings) -> tuple[str, str, str] | None:
+    """What cannot be meant about an actor, given all else: the key, the reason, the mend."""
+    if not actor.authority:
+        return "authority", "an actor without authority can do nothing", f"list what this {actor.role} may do"
+    if actor.provider == NO_PROVIDER:
+        executes = "execute" in actor.authority
+        return ("provider", 'it may execute, but "none" runs nothing', "name a provider") if executes else None
+    if actor.provider not in settings.providers:
+        known = ", ".join([NO_PROVIDER, *sorted(settings.providers)])
+        return "provider", "no provider has that name", f"use one of: {known}"
+    return None
+
+
+def _in_words(kind: str, message: str) -> tuple[str, str]:
+    """The reason and the mend, for a person who has not read pydantic's manual."""
+    words = {
+        "extra_forbidden": ("no such key is known here", "remove it, or correct its spelling"),
+        "missing": ("it is required, and absent", "add it"),
+        "string_pattern_mismatch": ("it has not the form of such a name", "see the default file's comments for its form"),
+        "union_tag_invalid": ("no such kind of provider is known", 'kind = "scripted" or kind = "command"'),
+        "union_tag_not_found": ("it has no kind", 'kind = "scripted" or kind = "command"'),
+    }
+    return words.get(kind, (message.removeprefix("Value error, "), "correct the value"))
+
+
+def _key_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The keys as the file has them: pydantic adds the kind of a provider, and a mark for a bad key."""
+    kept = location[:2] + location[3:] if location[:1] == ("providers",) and location[3:] else location
+    return tuple(part for part in kept if part != "[key]")
+
+
+def _line_of(text: str, path: tuple[int | str, ...]) -> int | None:
+    """The line, from 1, of the deepest part of `path` that has one of its own."""
+    table: list[str] = []
+    deepest, line = 0, None
+    for number, written in enumerate(text.split("\n"), start=1):
+        if header := re.match(r"\s*\[+([^\[\]]+)\]", written):
+            here = table = _dotted(header[1])
+        elif key := re.match(r"\s*([\w\"'.-]+)\s*=", written):
+            here = table + _dotted(key[1])
+        else:
+            continue
+        if len(here) > deepest and tuple(here) == path[: len(here)]:
+            deepest, line = len(here), number
+    return line
+
+
+def _dotted(key: str) -> list[str]:
+    return [part.strip().strip("\"'") for part in key.split(".")]
+
+
+def _fault(path: Path, text: str, key: tuple[int | str, ...], reason: str, mend: str) -> ConfigurationFault:
+    line = _line_of(text, key)
+    name = ".".join(str(part) for part in key)
+    return ConfigurationFault(
+        f"{path.name} cannot be used: {name + ': ' if name else ''}{reason}.",
+        category="configuration",
+        why="Nothing runs on settings that cannot be meant.",
+        inspect=f"{path}, line {line}" if line else str(path),
+        next_command=mend,
+    )
+
+
+def default_text() -> str:
+    """The commented `sovereign.toml` that `init` writes."""
+    return _DEFAULT
+
+
+_DEFAULT = '''\
+# The organization, as its people declare it. Commit this file; it holds no secret.
+# After an edit, `sovereign-agent doctor` says whether it can be used, and if not, where and why.
+
+[organization]
+name = "My organization"
+
+[ledger]
+# Empty: a SQLite file at .sovereign/organization.db, the right choice for one machine.
+# For many machines: "postgresql://user@host/database". Its password goes in ~/.pgpass or PGPASSWORD, never here.
+url = ""
+
+[authority]
+# How long a worker that fell silent keeps its rights. Until then nobody may take its place.
+actor_lease_seconds = 300
+execution_attempt_seconds = 900
+
+# The actors: durable identities. Ids are lower-case letters, digits, "-" and "_", at most 64.
+#   role       principal, master, operator, sparring or verifier
+#   provider   a name below [providers]; "none" for an actor that runs nothing
+#   authority  create_outcome, activate, plan, assign, cancel, execute, verify, review, accept, rule, rebind
+
+[actors.principal-human]  # decides what is wanted, answers questions, accepts what was done
+role = "principal"
+provider = "none"
+authority = ["create_outcome", "activate", "cancel", "accept", "rule", "rebind"]
+
+[actors.master-course]  # turns an outcome into statements of work, and gives them out
+role = "master"
+provider = "none"
+authority = ["create_outcome", "activate", "plan", "assign", "cancel"]
+
+[actors.operator-course]  # does the work, through its provider
+role = "operator"
+provider = "scripted"
+authority = ["execute"]
+
+[actors.sparring-course]  # reviews the work of others, never its own
+role = "sparring"
+provider = "none"
+authority = ["review"]
+
+[actors.verifier-course]  # runs the checks
+role = "verifier"
+provider = "none"
+authority = ["verify"]
+
+# The providers: outside programs that work for an actor. They propose; they decide nothing.
+
+[providers.scripted]  # performs these steps in a real process, without any model: good for a first run
+kind = "scripted"
+timeout_seconds = 600
+steps = [
+    { stdout = "The scripted provider was here.\\n" },
+    { report = { status = "completed", summary = "The scripted steps ran to their end." } },
+]
+
+# [providers.mine]  # any program: it reads JSON on its stdin and writes .sovereign-out/report.json
+# kind = "command"
+# argv = ["python3", "../../../worker.py"]  # it runs in its run's folder, three levels below this file
+# environment = ["MY_API_KEY"]              # passed on besides PATH, HOME, LANG, LC_*, TZ and TMPDIR
+# timeout_seconds = 600                     # then it is asked to end,
+# grace_seconds = 5                         # and this much later it is ended
+
+[checks]
+# What "done" means, by name: "package.module:function".
+# shelves_are_full = "my_shop.checks:shelves_are_full"
+
+[extensions]
+# Tables of your own in the same ledger: "package.module:MIGRATIONS".
+# shop = "my_shop.tables:MIGRATIONS"
+'''

@@ -1,0 +1,217 @@
+"""Database: the one door to a ledger.
+
+It hands out a connection per thread and two kinds of transaction:
+
+    immediate()     alone on the ledger: read, decide, write
+    transaction()   a short compare-and-set whose WHERE clause is the whole argument
+
+On SQLite both are ``BEGIN IMMEDIATE``. On PostgreSQL only `immediate` takes the ledger lock, so it does not
+keep a `transaction` out: whatever a decision rests on is read ``<for share>`` or ``<for update>``.
+It never opens what is not there unless told to create, never falls back to anything less durable, and never
+works in a forked child with its parent's connection.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import TracebackType
+
+from sovereign_agent.clock import Clock
+from sovereign_agent.errors import ConfigurationFault, LedgerFault, LedgerUnavailable
+from sovereign_agent.storage import migrate
+from sovereign_agent.storage.engine import Connection, Migration, Result, Row, Value
+
+__all__ = ["LEDGER_NAME", "Connection", "Database", "Migration", "Result", "Row", "Transaction", "Value"]
+
+LEDGER_NAME = Path(".sovereign") / "organization.db"
+"""Where an organization's ledger lies below its root."""
+
+PATIENCE = timedelta(seconds=5)
+"""How long a call waits for another writer before it ends in Contention."""
+
+
+class Transaction:
+    """One transaction as a context manager: commits at a clean end, rolls back on anything else."""
+
+    __slots__ = ("_connection", "_ledger_lock", "_open")
+
+    def __init__(self, connection: Connection, *, ledger_lock: bool) -> None:
+        self._connection = connection
+        self._ledger_lock = ledger_lock
+        self._open = False
+
+    def __enter__(self) -> Connection:
+        self._connection.begin(ledger_lock=self._ledger_lock)
+        self._open = True
+        return self._connection
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open = False
+        if kind is None:
+            self._connection.commit()
+        else:
+            self._connection.rollback()
+
+    def __del__(self) -> None:
+        # A KeyboardInterrupt can land between __enter__ and the first line of the body; then nobody else
+        # would give the lock back.
+        if self._open:
+            self._connection.rollback()
+
+
+class Database:
+    """A ledger, on SQLite or PostgreSQL.
+
+    Args:
+        location: a path for SQLite, or ``postgresql://...``.
+        root: the organization's folder; needed on PostgreSQL, where it holds what is not in the ledger.
+        create: make and migrate the ledger when it is absent. Without it an absent one is an error.
+        read_only: never write, not even a migration.
+        clock: what `now` answers; by default the engine's own time. Tests inject a ManualClock.
+        patience: how long a call waits for another writer before Contention.
+
+    Raises LedgerUnavailable, SchemaMismatch, Contention.
+    """
+
+    def __init__(
+        self,
+        location: str | Path,
+        *,
+        root: Path | None = None,
+        create: bool = True,
+        read_only: bool = False,
+        clock: Clock | None = None,
+        patience: timedelta = PATIENCE,
+    ) -> None:
+        self.location = str(location)
+        self._url = self.location if str(location).startswith(("postgresql://", "postgres://")) else ""
+        self._patience = patience
+        self._clock = clock
+        self.read_only = read_only
+        self._pid = os.getpid()
+        self._local = threading.local()
+        self._all: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._closed = False
+        self.path = self._resolved(location, root)
+        self._first_open(create)
+
+    def _resolved(self, location: str | Path, root: Path | None) -> Path:
+        if self._url:
+            if root is None:
+                raise ConfigurationFault("A PostgreSQL ledger needs root=: the organization's folder.")
+            return root.resolve() / LEDGER_NAME
+        from sovereign_agent.storage import sqlite
+
+        sqlite.check_version()
+        if str(location) == ":memory:":
+            raise LedgerUnavailable("A ledger in memory is none.", category="journal_mode", why="It would not be durable.")
+        return sqlite.resolve(Path(location))
+
+    def _first_open(self, create: bool) -> None:
+        new_file = not self._url and not self.path.exists()
+        if new_file:
+            self._make_room(create)
+        connection = self.connection
+        if new_file:
+            self.path.chmod(0o600)  # by name: closing a descriptor of our own would drop SQLite's locks
+        migrations = migrate.core_migrations()
+        try:
+            migrate.refuse_foreign(connection)
+            if self.read_only or not (create or migrate.STAMPS in connection.tables()):
+                migrate.check(connection, migrate.CORE, migrations)
+            else:
+                connection.make_durable()
+                migrate.migrate(connection, migrate.CORE, migrations)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_room(self, create: bool) -> None:
+        if self.read_only or not create:
+            raise LedgerUnavailable(
+                f"There is no ledger at {self.path}.",
+                category="ledger_missing",
+                why="Nothing is created by looking.",
+                next_command="sovereign-agent init --root FOLDER, or correct --root",
+            )
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @property
+    def connection(self) -> Connection:
+        """This thread's connection, opened at its first use."""
+        connection: Connection | None = getattr(self._local, "connection", None)
+        if connection is not None and self._pid == os.getpid():
+            return connection
+        if self._pid != os.getpid():
+            raise LedgerFault(
+                "This Database was opened before a fork.",
+                category="forked",
+                why="A child that used its parent's connection would tear the ledger.",
+                next_command="open a new Database in the child",
+            )
+        if self._closed:
+            raise LedgerUnavailable("This Database is closed.", category="ledger_closed")
+        self._local.connection = connection = self._open()
+        self._all.add(connection)
+        return connection
+
+    def _open(self) -> Connection:
+        if self._url:
+            return _postgres(self._url, self._patience, self.read_only)
+        from sovereign_agent.storage.sqlite import SQLiteConnection
+
+        return SQLiteConnection(self.path, patience=self._patience, read_only=self.read_only)
+
+    @property
+    def engine(self) -> str:
+        """``sqlite`` or ``postgresql``."""
+        return "postgresql" if self._url else "sqlite"
+
+    def now(self, clock: Clock | None = None) -> datetime:
+        """The time to judge by: `clock`'s, else the injected one, else the engine's own."""
+        chosen = clock or self._clock
+        return chosen() if chosen else self.connection.now()
+
+    def clock(self) -> datetime:
+        """The ledger's clock, as a `Clock`."""
+        return self.now()
+
+    def immediate(self) -> Transaction:
+        """A transaction that has this ledger to itself among all that use `immediate`."""
+        return Transaction(self.connection, ledger_lock=True)
+
+    def transaction(self) -> Transaction:
+        """A short compare-and-set transaction, without the ledger lock where row locks suffice."""
+        return Transaction(self.connection, ledger_lock=False)
+
+    def extend(self, component: str, migrations: Sequence[Migration]) -> None:
+        """Bring an application's own tables into this ledger: the same rules, the same transactions."""
+        if self.read_only:
+            migrate.check(self.connection, component, migrations)
+        else:
+            migrate.migrate(self.connection, component, migrations)
+
+    def close(self) -> None:
+        """Close every thread's connection. Idempotent."""
+        self._closed = True
+        for connection in list(self._all):
+            connection.close()
+        self._local = threading.local()
+
+
+def _postgres(url: str, patience: timedelta, read_only: bool) -> Connection:
+    try:
+        from sovereign_agent.storage.postgres import PostgresConnection
+    except ImportError as error:
+        raise LedgerUnavailable(
+            "The PostgreSQL driver is not installed.",
+            category="driver_missing",
+            why=str(error),
+            next_command="pip install 'sovereign-agent[postgres]'",
+        ) from error
+    return PostgresConnection(url, patience=patience, read_only=read_only)

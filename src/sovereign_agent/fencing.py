@@ -1,0 +1,574 @@
+"""Fencing: who may host an actor, and who may run an assignment, right now.
+
+Two authorities, each a row, a token and a compare-and-set:
+
+    actor lease          one process hosts one actor until a time        actor_leases
+    execution attempt    one process runs one assignment until a time    execution_attempts
+                         bound to the lease's token, and to CREATED -> RUNNING
+
+A process is a random identity, never a PID. Tokens come from one counter that only grows; a takeover's token
+is strictly greater, so a process that lost its lease can never present a winning one again. At exactly
+``expires_at`` the old holder may no longer renew and another may take over: one operator, everywhere.
+
+What this room does not do: it stops no program and deletes no file. Whoever lost its authority can run on;
+what it does is refused here and never becomes canonical. Expiry alone is no verdict either: it makes recovery
+eligible, and the compare-and-set on the assignment's pointer picks the one writer.
+
+    attempt:  ACTIVE --end_attempt by its own process--> DONE
+              ACTIVE --end_attempt by a supervisor, a canceler or a successor--> RECOVERED
+
+Each attempt ends with exactly one receipt, in the transaction that ends it.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from sovereign_agent import journal, outcomes
+from sovereign_agent.clock import Clock, micros, moment
+from sovereign_agent.database import Connection, Database, Row
+from sovereign_agent.errors import AlreadyHeld, AuthorityLost, ConstraintBroken
+from sovereign_agent.records import (
+    AFTER_RECEIPT,
+    ActorLease,
+    AssignmentState,
+    AttemptStatus,
+    ExecutionAttempt,
+    Receipt,
+    ReceiptStatus,
+    SowState,
+    new_id,
+)
+
+__all__ = [
+    "ACTOR_LEASE_TTL",
+    "EXECUTION_ATTEMPT_MAXIMUM",
+    "EXECUTION_ATTEMPT_TTL",
+    "WORKER_LOST",
+    "ActorLease",
+    "ExecutionAttempt",
+]
+
+ACTOR_LEASE_TTL = timedelta(minutes=5)
+EXECUTION_ATTEMPT_TTL = timedelta(minutes=15)
+EXECUTION_ATTEMPT_MAXIMUM = timedelta(hours=24)
+"""Beyond this no renewal reaches, however alive the process looks."""
+
+WORKER_LOST = "worker_lost"
+"""The one category of a receipt that another process had to write."""
+
+
+def new_process_identity() -> str:
+    """A fresh ``proc_<32 hex>``. PIDs are reused by the operating system; these are not."""
+    return new_id("proc")
+
+
+def next_token(connection: Connection) -> int:
+    """Mint the next fencing token. It holds the counter's row until the caller's transaction ends, so that
+    whoever comes later gets the greater token."""
+    row = connection.execute("UPDATE lease_tokens SET value = value + 1 WHERE id = 1 RETURNING value").fetchone()
+    if row is None:
+        raise ConstraintBroken("The token counter is gone.", category="counter_missing", inspect="table lease_tokens")
+    return int(row[0])
+
+
+# --- actor leases -----------------------------------------------------------------------------------------
+
+
+def acquire_actor_lease(
+    db: Database,
+    actor_id: str,
+    process_identity: str,
+    *,
+    ttl: timedelta = ACTOR_LEASE_TTL,
+    clock: Clock | None = None,
+) -> ActorLease:
+    """Take the right to host an actor, free or run out, for `ttl`.
+
+    Raises AlreadyHeld (``actor_lease_held``) while another lease is current, this process's too: holding on
+    is `renew_actor_lease`. (Unit 8, Property 1)
+    """
+    with db.transaction() as connection:
+        token = next_token(connection)
+        now = db.now(clock)  # after the counter's row is ours: a wait must not make us judge by an old time
+        taken = connection.execute(
+            """
+            INSERT INTO actor_leases (actor_id, process_identity, fencing_token, acquired_at, expires_at)
+            VALUES (?, ?, ?, ?, ?)
+            ON CONFLICT (actor_id) DO UPDATE
+               SET process_identity = excluded.process_identity, fencing_token = excluded.fencing_token,
+                   acquired_at = excluded.acquired_at, expires_at = excluded.expires_at
+             WHERE actor_leases.expires_at <= ?
+            """,
+            (actor_id, process_identity, token, micros(now), micros(now + ttl), micros(now)),
+        )
+        if taken.rowcount != 1:
+            raise _lease_held(connection, actor_id, now)
+        return _lease_of(connection, actor_id)
+
+
+def renew_actor_lease(
+    db: Database,
+    actor_id: str,
+    process_identity: str,
+    fencing_token: int,
+    *,
+    ttl: timedelta = ACTOR_LEASE_TTL,
+    clock: Clock | None = None,
+) -> ActorLease:
+    """Hold on for `ttl` from now, under the same token.
+
+    Raises AuthorityLost (``actor_lease_lost``) unless token and identity match an unexpired lease.
+    """
+    with db.transaction() as connection:
+        connection.execute("SELECT 1 FROM actor_leases WHERE actor_id = ? <for update>", (actor_id,))
+        now = db.now(clock)
+        renewed = connection.execute(
+            """
+            UPDATE actor_leases SET expires_at = ?
+             WHERE actor_id = ? AND process_identity = ? AND fencing_token = ? AND expires_at > ?
+            """,
+            (micros(now + ttl), actor_id, process_identity, fencing_token, micros(now)),
+        )
+        if renewed.rowcount != 1:
+            raise _lease_lost(actor_id, fencing_token)
+        return _lease_of(connection, actor_id)
+
+
+def acquire_or_renew_actor_lease(
+    db: Database,
+    actor_id: str,
+    process_identity: str,
+    *,
+    ttl: timedelta = ACTOR_LEASE_TTL,
+    clock: Clock | None = None,
+) -> ActorLease:
+    """Extend this process's own lease where it holds one, else take it. Raises AlreadyHeld."""
+    held = current_actor_lease(db, actor_id)
+    if held and held.process_identity == process_identity:
+        try:
+            return renew_actor_lease(db, actor_id, process_identity, held.fencing_token, ttl=ttl, clock=clock)
+        except AuthorityLost:
+            pass  # it ran out, so it is taken like anybody's: under a new token
+    return acquire_actor_lease(db, actor_id, process_identity, ttl=ttl, clock=clock)
+
+
+def release_actor_lease(db: Database, actor_id: str, process_identity: str, fencing_token: int) -> bool:
+    """Give an actor back. False, and nothing changed, when the lease has passed to another, or when an
+    ACTIVE attempt still stands on it."""
+    with db.transaction() as connection:
+        return release_lease(connection, actor_id, process_identity, fencing_token)
+
+
+def release_lease(connection: Connection, actor_id: str, process_identity: str, fencing_token: int) -> bool:
+    """`release_actor_lease` inside the caller's transaction."""
+    # Locked first: an attempt that is being inserted under this token must be seen by the DELETE.
+    connection.execute("SELECT 1 FROM actor_leases WHERE actor_id = ? <for update>", (actor_id,))
+    released = connection.execute(
+        """
+        DELETE FROM actor_leases
+         WHERE actor_id = ? AND process_identity = ? AND fencing_token = ?
+           AND NOT EXISTS (SELECT 1 FROM execution_attempts
+                            WHERE actor_lease_fencing_token = ? AND status = 'ACTIVE')
+        """,
+        (actor_id, process_identity, fencing_token, fencing_token),
+    )
+    return released.rowcount == 1
+
+
+def current_actor_lease(db: Database, actor_id: str) -> ActorLease | None:
+    """The lease on an actor as the ledger has it, run out or not; None when nobody holds one."""
+    row = db.connection.execute("SELECT * FROM actor_leases WHERE actor_id = ?", (actor_id,)).fetchone()
+    return _lease(row) if row else None
+
+
+def expired_actor_leases(db: Database, clock: Clock | None = None, *, limit: int = 1000) -> list[ActorLease]:
+    """The leases that have run out and that nobody has taken, the longest over first. Changes nothing:
+    running out is no fault, it only makes the actor free to take."""
+    rows = db.connection.execute(
+        "SELECT * FROM actor_leases WHERE expires_at <= ? ORDER BY expires_at LIMIT ?", (micros(db.now(clock)), limit)
+    )
+    return [_lease(row) for row in rows]
+
+
+# --- execution attempts -----------------------------------------------------------------------------------
+
+
+def acquire_execution_attempt(
+    db: Database,
+    assignment_id: str,
+    actor_id: str,
+    process_identity: str,
+    actor_lease_fencing_token: int,
+    *,
+    ttl: timedelta = EXECUTION_ATTEMPT_TTL,
+    maximum: timedelta = EXECUTION_ATTEMPT_MAXIMUM,
+    clock: Clock | None = None,
+) -> ExecutionAttempt:
+    """Take the right to run an assignment and move it to RUNNING, in one transaction.
+
+    The lease is verified again here, with its row locked: the caller's own acquisition may be history by now.
+    An attempt that has run out is taken over; it is closed with its own ``worker_lost`` receipt in the same
+    transaction. `maximum` bounds all later renewals. (Unit 8, Property 2)
+
+    Raises AuthorityLost (``actor_lease_lost``), AlreadyHeld (``execution_attempt_held``), IllegalMove,
+    Refusal (``assignment_missing``).
+    """
+    with db.immediate() as connection:
+        token = next_token(connection)
+        lease = connection.execute("SELECT * FROM actor_leases WHERE actor_id = ? <for share>", (actor_id,)).fetchone()
+        held = _active_attempt(connection, assignment_id)
+        now = db.now(clock)
+        if not _is_current(lease, process_identity, actor_lease_fencing_token, now):
+            raise _lease_lost(actor_id, actor_lease_fencing_token)
+        if held and held.expires_at > now:
+            raise _attempt_held(held, now)
+        deadline = now + max(ttl, maximum)
+        attempt = ExecutionAttempt(
+            id=new_id("att"),
+            assignment_id=assignment_id,
+            actor_id=actor_id,
+            process_identity=process_identity,
+            fencing_token=token,
+            actor_lease_fencing_token=actor_lease_fencing_token,
+            status=AttemptStatus.ACTIVE,
+            acquired_at=moment(micros(now)),
+            expires_at=moment(micros(now + ttl)),
+            deadline=moment(micros(deadline)),
+        )
+        if held:
+            _close_attempt(connection, held, AttemptStatus.RECOVERED)
+            outcomes.hand_over_assignment(connection, assignment_id, actor_id, held.id, attempt.id, now=now)
+            _record_end(connection, held, AttemptStatus.RECOVERED, lost_receipt(held), now)
+        else:
+            outcomes.start_assignment(connection, assignment_id, actor_id, attempt.id, now=now)
+        _insert_attempt(connection, attempt)
+    return attempt
+
+
+def renew_execution_attempt(
+    db: Database,
+    assignment_id: str,
+    attempt_id: str,
+    process_identity: str,
+    fencing_token: int,
+    *,
+    ttl: timedelta = EXECUTION_ATTEMPT_TTL,
+    clock: Clock | None = None,
+) -> ExecutionAttempt:
+    """Hold on for `ttl` from now, but never beyond the attempt's deadline.
+
+    Raises AuthorityLost (``execution_attempt_lost``) unless token and identity match an unexpired attempt.
+    """
+    with db.transaction() as connection:
+        connection.execute("SELECT 1 FROM execution_attempts WHERE id = ? <for update>", (attempt_id,))
+        now = db.now(clock)
+        renewed = connection.execute(
+            """
+            UPDATE execution_attempts SET expires_at = CASE WHEN deadline < ? THEN deadline ELSE ? END
+             WHERE id = ? AND assignment_id = ? AND process_identity = ? AND fencing_token = ?
+               AND status = 'ACTIVE' AND expires_at > ?
+            """,
+            (
+                micros(now + ttl),
+                micros(now + ttl),
+                attempt_id,
+                assignment_id,
+                process_identity,
+                fencing_token,
+                micros(now),
+            ),
+        )
+        if renewed.rowcount != 1:
+            raise attempt_lost(assignment_id, attempt_id)
+        row = connection.execute("SELECT * FROM execution_attempts WHERE id = ?", (attempt_id,)).fetchone()
+        assert row is not None
+        return _attempt(row)
+
+
+def verify_execution_attempt(db: Database, assignment_id: str, attempt_id: str) -> bool:
+    """Whether this attempt is the current one, now. An answer for people: a write checks for itself."""
+    row = db.connection.execute(
+        "SELECT 1 FROM assignments WHERE id = ? AND current_execution_attempt = ?", (assignment_id, attempt_id)
+    ).fetchone()
+    return row is not None
+
+
+def release_execution_attempt(
+    connection: Connection,
+    assignment_id: str,
+    attempt_id: str,
+    status: AttemptStatus,
+    *,
+    becomes: AssignmentState = AssignmentState.FAILED,
+    now: datetime | None = None,
+) -> bool:
+    """Clear the fence: the assignment leaves RUNNING for `becomes` and the attempt leaves ACTIVE for `status`.
+
+    False, and nothing changed, when `attempt_id` is not the assignment's current attempt.
+    """
+    at = now or connection.now()
+    if not outcomes.stop_assignment(connection, assignment_id, attempt_id, becomes, now=at):
+        return False
+    row = connection.execute("SELECT * FROM execution_attempts WHERE id = ?", (attempt_id,)).fetchone()
+    if row is None:
+        raise ConstraintBroken(
+            f"Assignment {assignment_id} points at an attempt that is not there.",
+            category="attempt_missing",
+            inspect=f"sovereign-agent inspect {assignment_id}",
+        )
+    _close_attempt(connection, _attempt(row), status)
+    return True
+
+
+def end_attempt(
+    connection: Connection,
+    attempt: ExecutionAttempt,
+    status: AttemptStatus,
+    receipt: Receipt,
+    *,
+    becomes: AssignmentState | None = None,
+    now: datetime,
+) -> bool:
+    """End an attempt and write all that follows: fence, states, receipt and events, together.
+
+    False, and nothing changed, when the attempt is no longer the current one: somebody else ended it first.
+    `becomes` overrides the state that the receipt's status stands for (a canceled run's).
+    """
+    assignment_state, sow_state = AFTER_RECEIPT[receipt.status]
+    if not release_execution_attempt(
+        connection, attempt.assignment_id, attempt.id, status, becomes=becomes or assignment_state, now=now
+    ):
+        return False
+    _record_end(connection, attempt, status, receipt, now)
+    sow_id = outcomes.get_assignment(connection, attempt.assignment_id).sow_id
+    outcomes.move_sow(connection, sow_id, (SowState.RUNNING,), sow_state, actor=attempt.actor_id, now=now)
+    return True
+
+
+def finish_own_attempt(connection: Connection, attempt: ExecutionAttempt, receipt: Receipt, *, now: datetime) -> None:
+    """The terminal write of the process that ran the assignment.
+
+    Raises AuthorityLost: ``execution_attempt_lost`` when another attempt, or none, is current;
+    ``actor_lease_lost`` when the actor's lease has passed to a greater token. Expiry alone refuses nothing.
+    """
+    lease = connection.execute(
+        "SELECT fencing_token FROM actor_leases WHERE actor_id = ? <for share>", (attempt.actor_id,)
+    ).fetchone()
+    if not end_attempt(connection, attempt, AttemptStatus.DONE, receipt, now=now):
+        raise attempt_lost(attempt.assignment_id, attempt.id)
+    if lease and lease["fencing_token"] > attempt.actor_lease_fencing_token:
+        raise _lease_lost(attempt.actor_id, attempt.actor_lease_fencing_token)
+
+
+def expired_execution_attempts(
+    db: Database, clock: Clock | None = None, *, limit: int = 1000
+) -> list[ExecutionAttempt]:
+    """The ACTIVE attempts that have run out and that their assignment still points at, the longest over first."""
+    return expired_attempts(db.connection, db.now(clock), limit=limit)
+
+
+def expired_attempts(
+    connection: Connection, now: datetime, *, limit: int, skipping: frozenset[str] = frozenset()
+) -> list[ExecutionAttempt]:
+    """`expired_execution_attempts` inside the caller's transaction, without the ids in `skipping`."""
+    rows = connection.execute(
+        """
+        SELECT e.* FROM execution_attempts e JOIN assignments a ON a.current_execution_attempt = e.id
+         WHERE e.status = 'ACTIVE' AND e.expires_at <= ? ORDER BY e.expires_at LIMIT ?
+        """,
+        (micros(now), limit + len(skipping)),
+    )
+    return [_attempt(row) for row in rows if row["id"] not in skipping][:limit]
+
+
+def lock_expired_attempt(connection: Connection, attempt_id: str, clock: Clock | None) -> datetime | None:
+    """Lock an attempt's row, then read the clock: the time by which it has still run out, or None."""
+    row = connection.execute(
+        "SELECT expires_at FROM execution_attempts WHERE id = ? AND status = 'ACTIVE' <for update>", (attempt_id,)
+    ).fetchone()
+    now = clock() if clock else connection.now()
+    return now if row and row[0] <= micros(now) else None
+
+
+def lost_receipt(attempt: ExecutionAttempt) -> Receipt:
+    """The receipt of an attempt whose process never came back. It is always failed: unknown is not success."""
+    return Receipt(
+        id=new_id("rcp"),
+        assignment_id=attempt.assignment_id,
+        attempt_id=attempt.id,
+        actor_id=attempt.actor_id,
+        status=ReceiptStatus.FAILED,
+        failure_category=WORKER_LOST,
+        summary=(
+            f"The worker never ended attempt {attempt.id} (fencing token {attempt.fencing_token}), which ran out"
+            f" at {attempt.expires_at.isoformat()}. What it finished is unknown."
+        ),
+        detail={"attempt_id": attempt.id, "fencing_token": attempt.fencing_token},
+    )
+
+
+# --- workspaces still to be reclaimed ---------------------------------------------------------------------
+
+
+def attempts_to_reclaim(connection: Connection, *, limit: int) -> list[tuple[str, str]]:
+    """(attempt id, workspace policy) of ended attempts whose workspace nobody has dealt with yet."""
+    rows = connection.execute(
+        """
+        SELECT e.id, a.workspace_policy FROM execution_attempts e JOIN assignments a ON a.id = e.assignment_id
+         WHERE e.workspace_open = 1 AND e.status <> 'ACTIVE' ORDER BY e.id LIMIT ?
+        """,
+        (limit,),
+    )
+    return [(row[0], row[1]) for row in rows]
+
+
+def close_workspace(connection: Connection, attempt_id: str) -> None:
+    """Note that an ended attempt's workspace policy has been applied, so that no tick looks at it again."""
+    connection.execute(
+        "UPDATE execution_attempts SET workspace_open = 0 WHERE id = ? AND status <> 'ACTIVE'", (attempt_id,)
+    )
+
+
+# --- helpers ----------------------------------------------------------------------------------------------
+
+
+def _active_attempt(connection: Connection, assignment_id: str) -> ExecutionAttempt | None:
+    row = connection.execute(
+        "SELECT * FROM execution_attempts WHERE assignment_id = ? AND status = 'ACTIVE' <for update>", (assignment_id,)
+    ).fetchone()
+    return _attempt(row) if row else None
+
+
+def _insert_attempt(connection: Connection, attempt: ExecutionAttempt) -> None:
+    connection.execute(
+        """
+        INSERT INTO execution_attempts (id, assignment_id, actor_id, process_identity, fencing_token,
+                                        actor_lease_fencing_token, status, acquired_at, expires_at, deadline)
+        VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+        """,
+        (
+            attempt.id,
+            attempt.assignment_id,
+            attempt.actor_id,
+            attempt.process_identity,
+            attempt.fencing_token,
+            attempt.actor_lease_fencing_token,
+            attempt.status,
+            micros(attempt.acquired_at),
+            micros(attempt.expires_at),
+            micros(attempt.deadline),
+        ),
+    )
+
+
+def _close_attempt(connection: Connection, attempt: ExecutionAttempt, status: AttemptStatus) -> None:
+    closed = connection.execute(
+        "UPDATE execution_attempts SET status = ? WHERE id = ? AND status = 'ACTIVE'", (status, attempt.id)
+    )
+    if closed.rowcount != 1:
+        raise ConstraintBroken(
+            f"Attempt {attempt.id} is the current one of its assignment and yet not ACTIVE.",
+            category="attempt_not_active",
+            inspect=f"sovereign-agent inspect {attempt.assignment_id}",
+        )
+
+
+def _record_end(
+    connection: Connection, attempt: ExecutionAttempt, status: AttemptStatus, receipt: Receipt, now: datetime
+) -> None:
+    journal.write_receipt(connection, receipt, at=now)
+    detail = {
+        "attempt_id": attempt.id,
+        "receipt_id": receipt.id,
+        "status": receipt.status.value,
+        "failure_category": receipt.failure_category,
+    }
+    kinds = ["assignment.finished"] + ["assignment.recovered"] * (status is AttemptStatus.RECOVERED)
+    for kind in kinds:
+        journal.record(connection, kind, attempt.assignment_id, actor=attempt.actor_id, at=now, detail=detail)
+
+
+def _is_current(lease: Row | None, process_identity: str, fencing_token: int, now: datetime) -> bool:
+    return (
+        lease is not None
+        and lease["process_identity"] == process_identity
+        and lease["fencing_token"] == fencing_token
+        and lease["expires_at"] > micros(now)
+    )
+
+
+def _lease_held(connection: Connection, actor_id: str, now: datetime) -> AlreadyHeld:
+    holder = _lease_of(connection, actor_id)
+    left = max(0, int((holder.expires_at - now).total_seconds()))
+    return AlreadyHeld(
+        f"Actor {actor_id} was not leased.",
+        category="actor_lease_held",
+        why=f"Process {holder.process_identity} hosts it for another {left} s (token {holder.fencing_token}).",
+        inspect="sovereign-agent actor list",
+        next_command="wait for that process to end, or for its lease to run out, and repeat the command",
+    )
+
+
+def _attempt_held(held: ExecutionAttempt, now: datetime) -> AlreadyHeld:
+    left = max(0, int((held.expires_at - now).total_seconds()))
+    return AlreadyHeld(
+        f"Assignment {held.assignment_id} was not started.",
+        category="execution_attempt_held",
+        why=f"Attempt {held.id} of process {held.process_identity} runs it, for another {left} s at least.",
+        inspect=f"sovereign-agent inspect {held.assignment_id}",
+        next_command="wait, or revoke it: sovereign-agent cancel " + held.assignment_id,
+    )
+
+
+def _lease_lost(actor_id: str, fencing_token: int) -> AuthorityLost:
+    return AuthorityLost(
+        f"The lease on actor {actor_id} under token {fencing_token} is no longer current.",
+        category="actor_lease_lost",
+        why="It ran out, was released, or another process has taken the actor over.",
+        inspect="sovereign-agent actor list",
+        next_command="repeat the command: it takes a new lease",
+    )
+
+
+def attempt_lost(assignment_id: str, attempt_id: str) -> AuthorityLost:
+    """The refusal for a write under an attempt that is not the current one."""
+    return AuthorityLost(
+        f"Attempt {attempt_id} is no longer the current one of assignment {assignment_id}.",
+        category="execution_attempt_lost",
+        why="It was recovered, canceled or taken over while its process ran on. Nothing it did was recorded.",
+        inspect=f"sovereign-agent inspect {assignment_id}",
+        next_command="assign the work again: sovereign-agent assign",
+    )
+
+
+def _lease_of(connection: Connection, actor_id: str) -> ActorLease:
+    row = connection.execute("SELECT * FROM actor_leases WHERE actor_id = ?", (actor_id,)).fetchone()
+    if row is None:
+        raise ConstraintBroken(f"The lease on {actor_id} was neither written nor found.", category="lease_missing")
+    return _lease(row)
+
+
+def _lease(row: Row) -> ActorLease:
+    return ActorLease(
+        row["actor_id"],
+        row["process_identity"],
+        row["fencing_token"],
+        moment(row["acquired_at"]),
+        moment(row["expires_at"]),
+    )
+
+
+def _attempt(row: Row) -> ExecutionAttempt:
+    return ExecutionAttempt(
+        row["id"],
+        row["assignment_id"],
+        row["actor_id"],
+        row["process_identity"],
+        row["fencing_token"],
+        row["actor_lease_fencing_token"],
+        AttemptStatus(row["status"]),
+        moment(row["acquired_at"]),
+        moment(row["expires_at"]),
+        moment(row["deadline"]),
+    )

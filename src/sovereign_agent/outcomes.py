@@ -1,0 +1,492 @@
+"""Outcomes: the governed life of work. Home of outcomes, sows, assignments, evidence, verifications, reviews,
+acceptances and rulings.
+
+Every move is one compare-and-set: the WHERE clause names the states it may start from, and `rowcount` is the
+answer. This room does not ask who may do a thing (`organization` does) and does not hold authority over a
+run (`fencing` does, and calls this room to move the pointer in `assignments`). All functions take the
+caller's open connection and never commit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from sovereign_agent import journal
+from sovereign_agent.clock import micros, moment
+from sovereign_agent.database import Connection, Row
+from sovereign_agent.errors import IllegalMove, Refusal
+from sovereign_agent.records import (
+    ASSIGNABLE_SOW_STATES,
+    Assignment,
+    AssignmentState,
+    Outcome,
+    OutcomeState,
+    Role,
+    Ruling,
+    Sow,
+    SowState,
+    new_id,
+)
+
+# --- outcomes ---------------------------------------------------------------------------------------------
+
+
+def create_outcome(
+    connection: Connection,
+    *,
+    title: str,
+    desired_state: str,
+    checks: Sequence[str],
+    owner: str,
+    subject: str,
+    now: datetime,
+) -> Outcome:
+    """Insert a DRAFT outcome."""
+    outcome = Outcome(
+        new_id("out"), title, desired_state, tuple(checks), owner, subject, OutcomeState.DRAFT, moment(micros(now))
+    )
+    connection.execute(
+        "INSERT INTO outcomes (id, title, desired_state, checks, owner, subject, state, created_at)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            outcome.id,
+            title,
+            desired_state,
+            journal.to_json(list(checks)),
+            owner,
+            subject,
+            outcome.state,
+            micros(now),
+        ),
+    )
+    journal.record(connection, "outcome.created", outcome.id, actor=owner, at=now, detail={"title": title})
+    return outcome
+
+
+def get_outcome(connection: Connection, outcome_id: str) -> Outcome:
+    """Read one outcome. Raises Refusal (``outcome_missing``)."""
+    row = connection.execute("SELECT * FROM outcomes WHERE id = ?", (outcome_id,)).fetchone()
+    if row is None:
+        raise missing("outcome", outcome_id)
+    return _outcome(row)
+
+
+def open_outcomes(connection: Connection, *, limit: int = 100) -> list[Outcome]:
+    """The oldest `limit` outcomes that are neither accepted nor canceled."""
+    rows = connection.execute(
+        "SELECT * FROM outcomes WHERE state NOT IN ('ACCEPTED', 'CANCELED') ORDER BY created_at, id LIMIT ?", (limit,)
+    )
+    return [_outcome(row) for row in rows]
+
+
+def activate_outcome(connection: Connection, outcome_id: str, *, actor: str, now: datetime) -> None:
+    """DRAFT -> ACTIVE. Raises IllegalMove from any other state."""
+    moved = connection.execute("UPDATE outcomes SET state = 'ACTIVE' WHERE id = ? AND state = 'DRAFT'", (outcome_id,))
+    if moved.rowcount != 1:
+        raise _illegal("outcome", outcome_id, get_outcome(connection, outcome_id).state, OutcomeState.ACTIVE)
+    journal.record(connection, "outcome.activated", outcome_id, actor=actor, at=now)
+
+
+def lock_outcome(connection: Connection, outcome_id: str) -> Outcome:
+    """Read one outcome and keep it from changing until the caller's transaction ends."""
+    row = connection.execute("SELECT * FROM outcomes WHERE id = ? <for update>", (outcome_id,)).fetchone()
+    if row is None:
+        raise missing("outcome", outcome_id)
+    return _outcome(row)
+
+
+def reproject_outcome(connection: Connection, outcome_id: str, *, now: datetime) -> OutcomeState:
+    """Derive an open outcome's state from its statements of work: READY, AT_RISK or ACTIVE."""
+    before = lock_outcome(connection, outcome_id).state
+    if before not in (OutcomeState.ACTIVE, OutcomeState.AT_RISK, OutcomeState.READY):
+        return before
+    rows = connection.execute(
+        "SELECT DISTINCT state FROM sows WHERE outcome_id = ? AND state <> 'CANCELED'", (outcome_id,)
+    )
+    after = _projection({SowState(row[0]) for row in rows})
+    if after is not before:
+        connection.execute("UPDATE outcomes SET state = ? WHERE id = ? AND state = ?", (after, outcome_id, before))
+        journal.record(connection, "outcome.reprojected", outcome_id, actor="", at=now, detail={"state": after.value})
+    return after
+
+
+def _projection(states: set[SowState]) -> OutcomeState:
+    if states == {SowState.APPROVED}:
+        return OutcomeState.READY
+    if states & {SowState.FAILED, SowState.BLOCKED, SowState.REJECTED}:
+        return OutcomeState.AT_RISK
+    return OutcomeState.ACTIVE
+
+
+def accept_outcome(
+    connection: Connection, outcome_id: str, *, accepter: str, detail: dict[str, Any], now: datetime
+) -> None:
+    """READY -> ACCEPTED, with its acceptance. Raises IllegalMove from any other state."""
+    moved = connection.execute("UPDATE outcomes SET state = 'ACCEPTED' WHERE id = ? AND state = 'READY'", (outcome_id,))
+    if moved.rowcount != 1:
+        raise _illegal("outcome", outcome_id, get_outcome(connection, outcome_id).state, OutcomeState.ACCEPTED)
+    connection.execute(
+        "INSERT INTO acceptances (outcome_id, accepter_id, detail, created_at) VALUES (?, ?, ?, ?)",
+        (outcome_id, accepter, journal.to_json(detail), micros(now)),
+    )
+    journal.record(connection, "outcome.accepted", outcome_id, actor=accepter, at=now, detail=detail)
+
+
+# --- statements of work -----------------------------------------------------------------------------------
+
+
+def create_sow(
+    connection: Connection,
+    *,
+    outcome_id: str,
+    scope: str,
+    role: Role,
+    created_by: str,
+    required_effect_kind: str | None,
+    now: datetime,
+) -> Sow:
+    """Insert a DRAFT statement of work."""
+    sow = Sow(
+        new_id("sow"), outcome_id, scope, role, created_by, required_effect_kind, SowState.DRAFT, moment(micros(now))
+    )
+    connection.execute(
+        "INSERT INTO sows (id, outcome_id, scope, role, created_by, required_effect_kind, state, created_at)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (sow.id, outcome_id, scope, role, created_by, required_effect_kind, sow.state, micros(now)),
+    )
+    journal.record(connection, "sow.created", sow.id, actor=created_by, at=now, detail={"outcome_id": outcome_id})
+    return sow
+
+
+def get_sow(connection: Connection, sow_id: str) -> Sow:
+    """Read one statement of work. Raises Refusal (``sow_missing``)."""
+    row = connection.execute("SELECT * FROM sows WHERE id = ?", (sow_id,)).fetchone()
+    if row is None:
+        raise missing("sow", sow_id)
+    return _sow(row)
+
+
+def sows_of(connection: Connection, outcome_id: str) -> list[Sow]:
+    """An outcome's statements of work, oldest first."""
+    rows = connection.execute("SELECT * FROM sows WHERE outcome_id = ? ORDER BY created_at, id", (outcome_id,))
+    return [_sow(row) for row in rows]
+
+
+def move_sow(
+    connection: Connection,
+    sow_id: str,
+    allowed: Sequence[SowState],
+    to: SowState,
+    *,
+    actor: str,
+    now: datetime,
+) -> Sow:
+    """Move a statement of work, from one of the `allowed` states only, and reproject its outcome.
+
+    Raises IllegalMove when it is in another state, or was moved by somebody else in between.
+    """
+    before = get_sow(connection, sow_id)
+    moved = before.state in allowed and connection.execute(
+        "UPDATE sows SET state = ? WHERE id = ? AND state = ?", (to, sow_id, before.state)
+    )
+    if not moved or moved.rowcount != 1:
+        raise _illegal("sow", sow_id, before.state, to)
+    detail = {"from": before.state.value, "to": to.value}
+    journal.record(connection, f"sow.{to.value.lower()}", sow_id, actor=actor, at=now, detail=detail)
+    reproject_outcome(connection, before.outcome_id, now=now)
+    return before
+
+
+# --- assignments ------------------------------------------------------------------------------------------
+
+
+def create_assignment(
+    connection: Connection, *, sow_id: str, actor_id: str, planner_id: str, workspace_policy: str, now: datetime
+) -> Assignment:
+    """Give a statement of work to an actor: a first time, or again after it failed, blocked or was rejected."""
+    move_sow(connection, sow_id, ASSIGNABLE_SOW_STATES, SowState.ASSIGNED, actor=planner_id, now=now)
+    assignment = Assignment(
+        id=new_id("asg"),
+        sow_id=sow_id,
+        actor_id=actor_id,
+        planner_id=planner_id,
+        workspace_policy=workspace_policy,
+        state=AssignmentState.CREATED,
+        current_execution_attempt=None,
+        created_at=moment(micros(now)),
+        finished_at=None,
+    )
+    connection.execute(
+        "INSERT INTO assignments (id, sow_id, actor_id, planner_id, workspace_policy, state, created_at)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (assignment.id, sow_id, actor_id, planner_id, workspace_policy, assignment.state, micros(now)),
+    )
+    journal.record(connection, "assignment.created", assignment.id, actor=planner_id, at=now, detail={"to": actor_id})
+    return assignment
+
+
+def get_assignment(connection: Connection, assignment_id: str) -> Assignment:
+    """Read one assignment. Raises Refusal (``assignment_missing``)."""
+    row = connection.execute("SELECT * FROM assignments WHERE id = ?", (assignment_id,)).fetchone()
+    if row is None:
+        raise missing("assignment", assignment_id)
+    return _assignment(row)
+
+
+def assignments_of(connection: Connection, sow_id: str) -> list[Assignment]:
+    """A statement of work's assignments, oldest first: more than one means that it was tried again."""
+    rows = connection.execute("SELECT * FROM assignments WHERE sow_id = ? ORDER BY created_at, id", (sow_id,))
+    return [_assignment(row) for row in rows]
+
+
+def start_assignment(
+    connection: Connection, assignment_id: str, actor_id: str, attempt_id: str, *, now: datetime
+) -> None:
+    """CREATED -> RUNNING under `attempt_id`. Only `fencing.acquire_execution_attempt` calls this.
+
+    Raises Refusal (``assignment_missing``), IllegalMove when it is not this actor's to start.
+    """
+    started = connection.execute(
+        """
+        UPDATE assignments SET state = 'RUNNING', current_execution_attempt = ?
+         WHERE id = ? AND actor_id = ? AND state = 'CREATED' AND current_execution_attempt IS NULL
+        """,
+        (attempt_id, assignment_id, actor_id),
+    )
+    assignment = get_assignment(connection, assignment_id)
+    if started.rowcount != 1:
+        raise _illegal("assignment", assignment_id, assignment.state, AssignmentState.RUNNING)
+    move_sow(connection, assignment.sow_id, (SowState.ASSIGNED,), SowState.RUNNING, actor=actor_id, now=now)
+    _record_running(connection, assignment_id, actor_id, attempt_id, now)
+
+
+def hand_over_assignment(
+    connection: Connection, assignment_id: str, actor_id: str, lost_attempt: str, attempt_id: str, *, now: datetime
+) -> None:
+    """Point a RUNNING assignment from a lost attempt to the one that takes over. Raises IllegalMove."""
+    moved = connection.execute(
+        """
+        UPDATE assignments SET current_execution_attempt = ?
+         WHERE id = ? AND actor_id = ? AND state = 'RUNNING' AND current_execution_attempt = ?
+        """,
+        (attempt_id, assignment_id, actor_id, lost_attempt),
+    )
+    if moved.rowcount != 1:
+        state = get_assignment(connection, assignment_id).state
+        raise _illegal("assignment", assignment_id, state, AssignmentState.RUNNING)
+    _record_running(connection, assignment_id, actor_id, attempt_id, now)
+
+
+def _record_running(
+    connection: Connection, assignment_id: str, actor_id: str, attempt_id: str, now: datetime
+) -> None:
+    detail = {"attempt_id": attempt_id}
+    journal.record(connection, "assignment.running", assignment_id, actor=actor_id, at=now, detail=detail)
+
+
+def stop_assignment(
+    connection: Connection, assignment_id: str, attempt_id: str, to: AssignmentState, *, now: datetime
+) -> bool:
+    """RUNNING -> `to`, and the pointer cleared, if and only if `attempt_id` is still the current attempt.
+
+    The one statement is both the terminal write and the fence check. Only `fencing` calls this.
+    """
+    stopped = connection.execute(
+        """
+        UPDATE assignments SET state = ?, current_execution_attempt = NULL, finished_at = ?
+         WHERE id = ? AND state = 'RUNNING' AND current_execution_attempt = ?
+        """,
+        (to, micros(now), assignment_id, attempt_id),
+    )
+    return stopped.rowcount == 1
+
+
+def cancel_created_assignment(connection: Connection, assignment_id: str, *, actor: str, now: datetime) -> bool:
+    """CREATED -> CANCELED, and its statement of work back to READY. False when it is not CREATED."""
+    canceled = connection.execute(
+        "UPDATE assignments SET state = 'CANCELED', finished_at = ? WHERE id = ? AND state = 'CREATED'",
+        (micros(now), assignment_id),
+    )
+    if canceled.rowcount != 1:
+        return False
+    sow_id = get_assignment(connection, assignment_id).sow_id
+    move_sow(connection, sow_id, (SowState.ASSIGNED,), SowState.READY, actor=actor, now=now)
+    journal.record(connection, "assignment.canceled", assignment_id, actor=actor, at=now)
+    return True
+
+
+# --- what people and checks say about work ----------------------------------------------------------------
+
+
+def record_evidence(
+    connection: Connection,
+    *,
+    sow_id: str,
+    assignment_id: str,
+    kind: str,
+    detail: dict[str, Any],
+    recorded_by: str,
+    now: datetime,
+) -> None:
+    """Keep one piece of evidence of an assignment's work."""
+    connection.execute(
+        "INSERT INTO evidence (sow_id, assignment_id, kind, detail, recorded_by, created_at) VALUES (?, ?, ?, ?, ?, ?)",
+        (sow_id, assignment_id, kind, journal.to_json(detail), recorded_by, micros(now)),
+    )
+
+
+def evidence_of(connection: Connection, assignment_id: str) -> list[dict[str, Any]]:
+    """The evidence of one assignment, oldest first: kind, detail, recorded_by."""
+    rows = connection.execute(
+        "SELECT kind, detail, recorded_by FROM evidence WHERE assignment_id = ? ORDER BY seq", (assignment_id,)
+    )
+    return [{"kind": row[0], "detail": json.loads(row[1]), "recorded_by": row[2]} for row in rows]
+
+
+def record_verification(
+    connection: Connection,
+    *,
+    subject: str,
+    assignment_id: str,
+    verifier: str,
+    passed: bool,
+    reason: str,
+    detail: dict[str, Any],
+    now: datetime,
+) -> None:
+    """Keep what a verification found about a statement of work or an outcome."""
+    connection.execute(
+        "INSERT INTO verifications (subject, assignment_id, verifier_id, passed, reason, detail, created_at)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (subject, assignment_id, verifier, int(passed), reason, journal.to_json(detail), micros(now)),
+    )
+    kind = "verification.passed" if passed else "verification.failed"
+    journal.record(connection, kind, subject, actor=verifier, at=now, detail={"reason": reason})
+
+
+def record_review(
+    connection: Connection,
+    *,
+    sow_id: str,
+    assignment_id: str,
+    reviewer: str,
+    approved: bool,
+    note: str,
+    now: datetime,
+) -> None:
+    """Keep one review of an assignment's work."""
+    connection.execute(
+        "INSERT INTO reviews (sow_id, assignment_id, reviewer_id, approved, note, created_at)"
+        " VALUES (?, ?, ?, ?, ?, ?)",
+        (sow_id, assignment_id, reviewer, int(approved), note, micros(now)),
+    )
+
+
+def record_ruling(connection: Connection, *, sow_id: str, decision: str, principal: str, now: datetime) -> Ruling:
+    """Keep a principal's decision about a statement of work."""
+    ruling = Ruling(new_id("rul"), sow_id, decision, principal, moment(micros(now)))
+    connection.execute(
+        "INSERT INTO rulings (id, sow_id, decision, principal_id, created_at) VALUES (?, ?, ?, ?, ?)",
+        (ruling.id, sow_id, decision, principal, micros(now)),
+    )
+    journal.record(connection, "ruling.decided", sow_id, actor=principal, at=now, detail={"decision": decision})
+    return ruling
+
+
+def rulings_of(connection: Connection, sow_id: str) -> list[Ruling]:
+    """The rulings on a statement of work, oldest first."""
+    rows = connection.execute("SELECT * FROM rulings WHERE sow_id = ? ORDER BY created_at, id", (sow_id,))
+    return [Ruling(row["id"], sow_id, row["decision"], row["principal_id"], moment(row["created_at"])) for row in rows]
+
+
+def hands_on_outcome(connection: Connection, outcome_id: str) -> dict[str, set[str]]:
+    """Who has had a hand in an outcome, by what they did: the ledger's own answer for separation of duties.
+
+    Keys: ``planned`` (wrote or assigned the work), ``executed``, ``verified``, ``reviewed``.
+    """
+    hands: dict[str, set[str]] = {"planned": set(), "executed": set(), "verified": set(), "reviewed": set()}
+    for row in connection.execute(
+        """
+        SELECT s.created_by, a.planner_id, a.actor_id FROM sows s LEFT JOIN assignments a ON a.sow_id = s.id
+         WHERE s.outcome_id = ?
+        """,
+        (outcome_id,),
+    ):
+        hands["planned"] |= {row[0], row[1] or row[0]}
+        hands["executed"] |= {row[2]} if row[2] else set()
+    for row in connection.execute(
+        "SELECT r.reviewer_id FROM reviews r JOIN sows s ON s.id = r.sow_id WHERE s.outcome_id = ?", (outcome_id,)
+    ):
+        hands["reviewed"].add(row[0])
+    for row in connection.execute(
+        "SELECT v.verifier_id FROM verifications v JOIN sows s ON s.id = v.subject WHERE s.outcome_id = ?",
+        (outcome_id,),
+    ):
+        hands["verified"].add(row[0])
+    return hands
+
+
+# --- rows to records --------------------------------------------------------------------------------------
+
+
+def missing(kind: str, record_id: str) -> Refusal:
+    """The refusal for an id that names nothing."""
+    return Refusal(
+        f"There is no {kind} {record_id}.",
+        category=f"{kind}_missing",
+        why="No row of this ledger has that id.",
+        inspect="sovereign-agent status",
+    )
+
+
+def _illegal(kind: str, record_id: str, state: str, to: str) -> IllegalMove:
+    return IllegalMove(
+        f"{kind.capitalize()} {record_id} cannot become {to}.",
+        category="illegal_move",
+        why=f"It is {state}, or another process moved it in this moment.",
+        inspect=f"sovereign-agent inspect {record_id}",
+    )
+
+
+def _outcome(row: Row) -> Outcome:
+    return Outcome(
+        row["id"],
+        row["title"],
+        row["desired_state"],
+        tuple(json.loads(row["checks"])),
+        row["owner"],
+        row["subject"],
+        OutcomeState(row["state"]),
+        moment(row["created_at"]),
+    )
+
+
+def _sow(row: Row) -> Sow:
+    return Sow(
+        row["id"],
+        row["outcome_id"],
+        row["scope"],
+        Role(row["role"]),
+        row["created_by"],
+        row["required_effect_kind"],
+        SowState(row["state"]),
+        moment(row["created_at"]),
+    )
+
+
+def _assignment(row: Row) -> Assignment:
+    finished = row["finished_at"]
+    return Assignment(
+        row["id"],
+        row["sow_id"],
+        row["actor_id"],
+        row["planner_id"],
+        row["workspace_policy"],
+        AssignmentState(row["state"]),
+        row["current_execution_attempt"],
+        moment(row["created_at"]),
+        moment(finished) if finished is not None else None,
+    )

@@ -1,0 +1,246 @@
+"""Frozen records, their states, and the moves each state allows.
+
+A record is a photograph of a row: it never changes and it holds no authority by itself. The tables of
+moves below are the only place that says which state may follow which; the homes enforce them with a
+compare-and-set, never by trusting a photograph.
+
+    assignment   CREATED -> RUNNING -> COMPLETED | BLOCKED | FAILED          CREATED, RUNNING -> CANCELED
+    sow          DRAFT -> READY -> ASSIGNED -> RUNNING -> COMPLETED -> VERIFIED -> APPROVED
+                 a failed, blocked or rejected one goes on by an explicit new assignment, never by itself
+    outcome      DRAFT -> ACTIVE <-> AT_RISK <-> READY -> ACCEPTED           (AT_RISK and READY are projections)
+    message      NEW -> CLAIMED -> DONE | DEAD, and CLAIMED -> NEW when a claim runs out
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+
+def new_id(prefix: str) -> str:
+    """A fresh random id, ``<prefix>_<32 hex>``: never a PID, never reused."""
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+class Role(StrEnum):
+    """What an actor is in the organization. The seeds fix these five."""
+
+    PRINCIPAL = "principal"
+    MASTER = "master"
+    OPERATOR = "operator"
+    SPARRING = "sparring"
+    VERIFIER = "verifier"
+
+
+class OutcomeState(StrEnum):
+    """Where an outcome stands. ACCEPTED and CANCELED are final."""
+
+    DRAFT = "DRAFT"
+    ACTIVE = "ACTIVE"
+    AT_RISK = "AT_RISK"
+    READY = "READY"
+    ACCEPTED = "ACCEPTED"
+    CANCELED = "CANCELED"
+
+
+class SowState(StrEnum):
+    """Where a statement of work stands. APPROVED and CANCELED are final."""
+
+    DRAFT = "DRAFT"
+    READY = "READY"
+    ASSIGNED = "ASSIGNED"
+    RUNNING = "RUNNING"
+    COMPLETED = "COMPLETED"
+    VERIFIED = "VERIFIED"
+    APPROVED = "APPROVED"
+    REJECTED = "REJECTED"
+    BLOCKED = "BLOCKED"
+    FAILED = "FAILED"
+    CANCELED = "CANCELED"
+
+
+class AssignmentState(StrEnum):
+    """Where an assignment stands. A recovered one is FAILED: there is no state that means "probably done"."""
+
+    CREATED = "CREATED"
+    RUNNING = "RUNNING"
+    COMPLETED = "COMPLETED"
+    BLOCKED = "BLOCKED"
+    FAILED = "FAILED"
+    CANCELED = "CANCELED"
+
+
+class AttemptStatus(StrEnum):
+    """ACTIVE while it may write; DONE when its own process ended it; RECOVERED when another did."""
+
+    ACTIVE = "ACTIVE"
+    DONE = "DONE"
+    RECOVERED = "RECOVERED"
+
+
+class MessageState(StrEnum):
+    """Where a mailbox message stands. DONE and DEAD are final."""
+
+    NEW = "NEW"
+    CLAIMED = "CLAIMED"
+    DONE = "DONE"
+    DEAD = "DEAD"
+
+
+class ReceiptStatus(StrEnum):
+    """How one attempt ended, in one word."""
+
+    COMPLETED = "completed"
+    BLOCKED = "blocked"
+    FAILED = "failed"
+
+
+ASSIGNABLE_SOW_STATES = (SowState.READY, SowState.FAILED, SowState.BLOCKED, SowState.REJECTED)
+"""The states from which an explicit `assign` may start (or start again)."""
+
+AFTER_RECEIPT: dict[ReceiptStatus, tuple[AssignmentState, SowState]] = {
+    ReceiptStatus.COMPLETED: (AssignmentState.COMPLETED, SowState.COMPLETED),
+    ReceiptStatus.BLOCKED: (AssignmentState.BLOCKED, SowState.BLOCKED),
+    ReceiptStatus.FAILED: (AssignmentState.FAILED, SowState.FAILED),
+}
+"""What a receipt's status makes of its assignment and its statement of work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A desired state of the world, its checks, and the actor who owns it."""
+
+    id: str
+    title: str
+    desired_state: str
+    checks: tuple[str, ...]
+    owner: str
+    subject: str
+    state: OutcomeState
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Sow:
+    """A statement of work: what has to be done, by which role, towards one outcome."""
+
+    id: str
+    outcome_id: str
+    scope: str
+    role: Role
+    created_by: str
+    required_effect_kind: str | None
+    state: SowState
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One explicit order to one actor to do one statement of work. A retry is another assignment."""
+
+    id: str
+    sow_id: str
+    actor_id: str
+    planner_id: str
+    workspace_policy: str
+    state: AssignmentState
+    current_execution_attempt: str | None
+    created_at: datetime
+    finished_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class ActorLease:
+    """The right of one process to host one actor until `expires_at`, under a token that only grows."""
+
+    actor_id: str
+    process_identity: str
+    fencing_token: int
+    acquired_at: datetime
+    expires_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionAttempt:
+    """The right of one process to run one assignment, bound to the actor lease it was taken under.
+
+    `deadline` is the moment beyond which no renewal reaches, however alive the process looks.
+    """
+
+    id: str
+    assignment_id: str
+    actor_id: str
+    process_identity: str
+    fencing_token: int
+    actor_lease_fencing_token: int
+    status: AttemptStatus
+    acquired_at: datetime
+    expires_at: datetime
+    deadline: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One mailbox message. `fencing_token` is the current claim's, and None while nobody holds it."""
+
+    id: str
+    sender: str
+    recipient: str
+    subject: str
+    body: str
+    state: MessageState
+    claim_owner: str | None
+    fencing_token: int | None
+    claim_expires_at: datetime | None
+    deliveries: int
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The durable result of one attempt. `failure_category` is empty unless `status` is failed."""
+
+    id: str
+    assignment_id: str
+    attempt_id: str
+    actor_id: str
+    status: ReceiptStatus
+    failure_category: str
+    summary: str
+    detail: dict[str, Any] = field(default_factory=dict[str, Any])
+    created_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of history. `seq` orders it; `at` only dates it."""
+
+    seq: int
+    at: datetime
+    kind: str
+    subject: str
+    actor: str
+    detail: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """A principal's answer to a question that work could not decide for itself."""
+
+    id: str
+    sow_id: str
+    decision: str
+    principal_id: str
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a check found: whether it holds, and the figures it looked at."""
+
+    passed: bool
+    reason: str
+    detail: dict[str, Any] = field(default_factory=dict[str, Any])

@@ -1,0 +1,262 @@
+"""Relay: the actors' mailbox. Home of messages.
+
+A message is addressed to one actor. Working on it needs a claim: owner, fencing token, expiry. Whoever settles
+it presents the token, and the token is compared in the very statement that settles: it is never read back
+from the row, which would always match itself. A claim that has run out goes back to NEW, later and later each
+time, so that a message nobody survives does not stand in front of the others; after `MAX_DELIVERIES` claims it
+is dead, with its history kept.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from sovereign_agent import journal
+from sovereign_agent.clock import Clock, micros, moment
+from sovereign_agent.database import Connection, Database, Row
+from sovereign_agent.errors import AlreadyHeld, AuthorityLost, IllegalMove, PolicyRefusal, Refusal
+from sovereign_agent.fencing import next_token
+from sovereign_agent.records import Message, MessageState, new_id
+
+CLAIM_TTL = timedelta(minutes=5)
+MAX_DELIVERIES = 5
+MAX_SUBJECT_CHARACTERS = 500
+MAX_BODY_CHARACTERS = 100_000
+
+
+def send(
+    db: Database, sender: str, recipient: str, subject: str, body: str, *, clock: Clock | None = None
+) -> Message:
+    """Put a message into an actor's mailbox. Raises IllegalMove for an empty or oversized one."""
+    if not subject or len(subject) > MAX_SUBJECT_CHARACTERS or len(body) > MAX_BODY_CHARACTERS:
+        raise IllegalMove(
+            "The message was not sent.",
+            category="message_size",
+            why=f"A subject has 1 to {MAX_SUBJECT_CHARACTERS} characters, a body at most {MAX_BODY_CHARACTERS}.",
+        )
+    message_id = new_id("msg")
+    with db.transaction() as connection:
+        now = db.now(clock)
+        connection.execute(
+            """
+            INSERT INTO messages (id, sender, recipient, subject, body, state, ready_at, created_at)
+            VALUES (?, ?, ?, ?, ?, 'NEW', ?, ?)
+            """,
+            (message_id, sender, recipient, subject, body, micros(now), micros(now)),
+        )
+        journal.record(connection, "message.sent", message_id, actor=sender, at=now, detail={"to": recipient})
+        return _get(connection, message_id)
+
+
+def inbox(db: Database, actor_id: str, *, limit: int = 100, clock: Clock | None = None) -> list[Message]:
+    """What an actor may claim now, in the order it became ready: NEW messages, and claims that have run out."""
+    now = micros(db.now(clock))
+    rows = db.connection.execute(
+        """
+        SELECT * FROM (
+            SELECT * FROM (SELECT * FROM messages WHERE recipient = ? AND state = 'NEW' AND ready_at <= ?
+                            ORDER BY ready_at, seq LIMIT ?) AS fresh
+            UNION ALL
+            SELECT * FROM (SELECT * FROM messages WHERE recipient = ? AND state = 'CLAIMED' AND claim_expires_at <= ?
+                            ORDER BY claim_expires_at LIMIT ?) AS lapsed
+        ) AS both_kinds ORDER BY ready_at, seq LIMIT ?
+        """,
+        (actor_id, now, limit, actor_id, now, limit, limit),
+    )
+    return [_message(row) for row in rows]
+
+
+def get_message(db: Database, message_id: str) -> Message:
+    """Read one message. Raises Refusal (``message_missing``)."""
+    return _get(db.connection, message_id)
+
+
+def claim(
+    db: Database, message_id: str, actor_id: str, *, ttl: timedelta = CLAIM_TTL, clock: Clock | None = None
+) -> Message:
+    """Take the right to work on a message for `ttl`.
+
+    Within its own unexpired claim the owner gets the same claim again, token and all. A claim that has run
+    out is taken afresh, under a greater token, by its former owner just as by anybody. (Unit 8, Property 3)
+
+    Raises Refusal (``message_missing``), PolicyRefusal when it is addressed to another actor, AlreadyHeld
+    (``claim_held``), IllegalMove when it is DONE or DEAD.
+    """
+    with db.transaction() as connection:
+        message = _addressed(connection, message_id, actor_id)
+        now = db.now(clock)
+        if message.claim_owner == actor_id and _unexpired(message, now):
+            return message
+        token = next_token(connection)
+        now = db.now(clock)
+        taken = connection.execute(
+            """
+            UPDATE messages
+               SET state = 'CLAIMED', claim_owner = ?, fencing_token = ?, claim_expires_at = ?,
+                   deliveries = deliveries + 1
+             WHERE id = ? AND recipient = ?
+               AND (state = 'NEW' OR (state = 'CLAIMED' AND claim_expires_at <= ?))
+            """,
+            (actor_id, token, micros(now + ttl), message_id, actor_id, micros(now)),
+        )
+        message = _get(connection, message_id)
+        if taken.rowcount != 1:
+            raise _not_claimable(message)
+        journal.record(connection, "message.claimed", message_id, actor=actor_id, at=now, detail={"token": token})
+        return message
+
+
+def complete(
+    db: Database, message_id: str, actor_id: str, *, fencing_token: int, clock: Clock | None = None
+) -> Message:
+    """Settle a message as DONE, under the token that `claim` gave.
+
+    Raises AuthorityLost (``fencing_token_stale``) when that claim is not the current one.
+    """
+    return _settle(db, message_id, actor_id, fencing_token, MessageState.DONE, clock)
+
+
+def dead_letter(db: Database, message: Message, *, clock: Clock | None = None) -> Message:
+    """Settle a claimed message as DEAD, under the token that the `message` in hand carries.
+
+    Raises AuthorityLost (``fencing_token_stale``) when that claim is not the current one.
+    """
+    return _settle(db, message.id, message.claim_owner or "", message.fencing_token or 0, MessageState.DEAD, clock)
+
+
+def _settle(
+    db: Database, message_id: str, actor_id: str, fencing_token: int, to: MessageState, clock: Clock | None
+) -> Message:
+    with db.transaction() as connection:
+        settled = connection.execute(
+            """
+            UPDATE messages SET state = ?
+             WHERE id = ? AND state = 'CLAIMED' AND claim_owner = ? AND fencing_token = ?
+            """,
+            (to, message_id, actor_id, fencing_token),
+        )
+        if settled.rowcount != 1:
+            raise _stale(_get(connection, message_id), fencing_token)
+        journal.record(connection, f"message.{to.value.lower()}", message_id, actor=actor_id, at=db.now(clock))
+        return _get(connection, message_id)
+
+
+def sweep_expired_claims(db: Database, clock: Clock | None = None, *, batch: int = 100) -> int:
+    """Put every claim that has run out back to NEW, or to DEAD at its last delivery; return how many.
+
+    One transaction a batch. A message that was settled or claimed again in between is left alone.
+    """
+    swept = 0
+    while True:
+        with db.transaction() as connection:
+            now = db.now(clock)
+            rows = connection.execute(
+                """
+                SELECT id, fencing_token, deliveries FROM messages
+                 WHERE state = 'CLAIMED' AND claim_expires_at <= ? ORDER BY claim_expires_at LIMIT ?
+                """,
+                (micros(now), batch),
+            ).fetchall()
+            swept += sum(_sweep(connection, row, now) for row in rows)
+        if len(rows) < batch:
+            return swept
+
+
+def _sweep(connection: Connection, row: Row, now: datetime) -> bool:
+    dead = row["deliveries"] >= MAX_DELIVERIES
+    if dead:
+        changed = connection.execute(
+            """
+            UPDATE messages SET state = 'DEAD'
+             WHERE id = ? AND state = 'CLAIMED' AND fencing_token = ? AND claim_expires_at <= ?
+            """,
+            (row["id"], row["fencing_token"], micros(now)),
+        )
+    else:
+        changed = connection.execute(
+            """
+            UPDATE messages SET state = 'NEW', claim_owner = NULL, fencing_token = NULL, claim_expires_at = NULL,
+                                ready_at = ?
+             WHERE id = ? AND state = 'CLAIMED' AND fencing_token = ? AND claim_expires_at <= ?
+            """,
+            (micros(now + _back_off(row["deliveries"])), row["id"], row["fencing_token"], micros(now)),
+        )
+    if changed.rowcount == 1:
+        kind = "message.dead" if dead else "message.swept"
+        detail = {"deliveries": row["deliveries"], "token": row["fencing_token"]}
+        journal.record(connection, kind, row["id"], actor="", at=now, detail=detail)
+    return changed.rowcount == 1
+
+
+def _back_off(deliveries: int) -> timedelta:
+    """How long a message rests after its claim has run out: nothing the first time, then 2, 4, 8 ... seconds."""
+    return timedelta(seconds=0 if deliveries <= 1 else 2 ** min(deliveries - 1, 8))
+
+
+def _addressed(connection: Connection, message_id: str, actor_id: str) -> Message:
+    message = _get(connection, message_id)
+    if message.recipient != actor_id:
+        raise PolicyRefusal(
+            f"Message {message_id} was not given to {actor_id}.",
+            category="authority_refusal",
+            why=f"It is addressed to {message.recipient}.",
+            next_command=f"sovereign-agent inbox {actor_id}",
+        )
+    return message
+
+
+def _unexpired(message: Message, now: datetime) -> bool:
+    return (
+        message.state is MessageState.CLAIMED
+        and message.claim_expires_at is not None
+        and message.claim_expires_at > now
+    )
+
+
+def _not_claimable(message: Message) -> Refusal:
+    if message.state is MessageState.CLAIMED:
+        return AlreadyHeld(
+            f"Message {message.id} was not claimed.",
+            category="claim_held",
+            why=f"{message.claim_owner} holds it until {message.claim_expires_at}.",
+            inspect=f"sovereign-agent inspect {message.id}",
+        )
+    return IllegalMove(
+        f"Message {message.id} was not claimed.", category="illegal_move", why=f"It is {message.state.value}."
+    )
+
+
+def _stale(message: Message, fencing_token: int) -> AuthorityLost:
+    return AuthorityLost(
+        f"Message {message.id} was not settled under token {fencing_token}.",
+        category="fencing_token_stale",
+        why=f"It is {message.state.value}, and its current token is {message.fencing_token}.",
+        inspect=f"sovereign-agent inspect {message.id}",
+        next_command="claim it again, if it can still be claimed",
+    )
+
+
+def _get(connection: Connection, message_id: str) -> Message:
+    row = connection.execute("SELECT * FROM messages WHERE id = ?", (message_id,)).fetchone()
+    if row is None:
+        raise Refusal(
+            f"There is no message {message_id}.", category="message_missing", why="No row of this ledger has that id."
+        )
+    return _message(row)
+
+
+def _message(row: Row) -> Message:
+    expires = row["claim_expires_at"]
+    return Message(
+        row["id"],
+        row["sender"],
+        row["recipient"],
+        row["subject"],
+        row["body"],
+        MessageState(row["state"]),
+        row["claim_owner"],
+        row["fencing_token"],
+        moment(expires) if expires is not None else None,
+        row["deliveries"],
+        moment(row["created_at"]),
+    )

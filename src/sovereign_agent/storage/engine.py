@@ -1,0 +1,269 @@
+"""What every engine must do, and what is the same on all of them.
+
+One SQL text serves every engine. Statements use ``?`` and a closed list of engine words in angle brackets,
+which a dialect turns into its own:
+
+    <for update> <for share> <skip locked>     row locks; empty where the whole ledger is locked anyway
+    <identity> <integer> <strict>              schema only
+    <append only TABLE: KEY, ...>              schema only: the triggers that make a table append-only
+
+This room never commits for anybody. Inside a transaction the first error is the last statement: whatever
+follows it, a commit too, is refused, because an engine may have ended the transaction behind our back
+(SQLite does on a full disk, PostgreSQL on any failed statement) and would then commit half of it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Protocol
+
+from sovereign_agent.errors import IllegalMove, LedgerFault
+
+Value = str | int | float | bytes | None
+SMALLEST, GREATEST = -(2**63), 2**63 - 1
+
+
+class Row(Protocol):
+    """One row: by index, by name, as a tuple, as ``dict(row)``."""
+
+    def __getitem__(self, key: int | str, /) -> Any: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __len__(self) -> int: ...
+    def keys(self) -> list[str]: ...
+
+
+class Result:
+    """What one statement answered, read to its end: no cursor stays open to hold a snapshot.
+
+    `rowcount` is the number of rows changed, or returned where rows were asked for.
+    """
+
+    __slots__ = ("_position", "rowcount", "rows")
+
+    def __init__(self, rows: list[Row], rowcount: int) -> None:
+        self.rows = rows
+        self.rowcount = rowcount
+        self._position = 0
+
+    def fetchone(self) -> Row | None:
+        """The next row, or None after the last."""
+        if self._position >= len(self.rows):
+            return None
+        self._position += 1
+        return self.rows[self._position - 1]
+
+    def fetchall(self) -> list[Row]:
+        """The rows not yet fetched."""
+        rest = self.rows[self._position :]
+        self._position = len(self.rows)
+        return rest
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.fetchall())
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """One numbered step of a component's schema.
+
+    `min_writer` is the oldest schema number whose programs may go on writing after this step.
+    """
+
+    number: int
+    name: str
+    sql: str
+    min_writer: int
+
+
+class Connection(ABC):
+    """One session of one thread on one ledger. Not for sharing between threads or across a fork."""
+
+    def __init__(self) -> None:
+        self._in_ours = False
+        self._first_error: BaseException | None = None
+
+    def execute(self, sql: str, params: Sequence[Value] = ()) -> Result:
+        """Run one statement. Outside a transaction it commits by itself.
+
+        Raises IllegalMove for a parameter no engine can hold, ConstraintBroken, Contention,
+        LedgerUnavailable; LedgerFault when the transaction it belongs to is no longer open.
+        """
+        bound = bind(params)
+        if not self._in_ours:
+            return self._run(sql, bound)
+        self._require_open()
+        try:
+            return self._run(sql, bound)
+        except BaseException as error:
+            self._first_error = error
+            raise
+
+    def begin(self, *, ledger_lock: bool) -> None:
+        """Open a transaction; with `ledger_lock`, alone on this ledger. Refuses to nest."""
+        if self._in_ours:
+            raise IllegalMove(
+                "A transaction was opened inside another one.",
+                category="transaction_nested",
+                why="The inner one could neither commit nor roll back on its own.",
+                next_command="pass the open connection to a function that takes one",
+            )
+        self._first_error = None
+        try:
+            self._begin(ledger_lock)
+            self._in_ours = True
+        except BaseException:
+            self._abandon()
+            raise
+
+    def commit(self) -> None:
+        """Make the transaction durable, or raise: it never answers for a commit that did not happen."""
+        try:
+            self._require_open()
+            self._commit()
+            self._in_ours = False
+        except BaseException:
+            self.rollback()
+            raise
+
+    def rollback(self) -> None:
+        """Undo the transaction, if one is open. Never raises: the first error is the one to see."""
+        self._in_ours = False
+        self._abandon()
+
+    def _require_open(self) -> None:
+        if self._first_error is None and self.in_transaction:
+            return
+        raise LedgerFault(
+            "The transaction had already ended, so nothing of it was committed.",
+            category="transaction_ended",
+            why=f"An earlier statement failed: {self._first_error}" if self._first_error else "The engine ended it.",
+            next_command="sovereign-agent doctor",
+        ) from self._first_error
+
+    @property
+    @abstractmethod
+    def in_transaction(self) -> bool:
+        """Whether the engine itself says that a transaction is open and sound."""
+
+    @property
+    @abstractmethod
+    def read_only(self) -> bool:
+        """Whether this session may write at all."""
+
+    @abstractmethod
+    def now(self) -> datetime:
+        """The ledger's own time: the database server's where there is one, the machine's UTC elsewhere."""
+
+    @abstractmethod
+    def schema_statements(self, sql: str) -> list[str]:
+        """Turn a schema template into this engine's statements."""
+
+    @abstractmethod
+    def tables(self) -> set[str]:
+        """The names of the tables that exist."""
+
+    def make_durable(self) -> None:
+        """Prepare a ledger that may be new: whatever its engine needs so that a commit survives a power cut."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the session. Idempotent."""
+
+    @abstractmethod
+    def _run(self, sql: str, params: tuple[Value, ...]) -> Result: ...
+
+    @abstractmethod
+    def _begin(self, ledger_lock: bool) -> None: ...
+
+    @abstractmethod
+    def _commit(self) -> None: ...
+
+    @abstractmethod
+    def _abandon(self) -> None: ...
+
+
+def bind(params: Sequence[Value]) -> tuple[Value, ...]:
+    """Check parameters at the border, so that both engines take and refuse the same values.
+
+    Raises IllegalMove (categories ``invalid_text``, ``invalid_number``) for NUL, lone surrogates, numbers
+    that are not finite, and integers beyond 64 bits.
+    """
+    return tuple([_bound(value) for value in params])
+
+
+def _bound(value: Value) -> Value:
+    kind = type(value)
+    if kind is str:
+        return _text(value)  # type: ignore[arg-type]
+    if kind is int:
+        return _integer(value)  # type: ignore[arg-type]
+    if value is None or isinstance(value, bytes):
+        return value
+    if isinstance(value, StrEnum):
+        return value.value
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    raise IllegalMove(
+        f"A {kind.__name__} was offered to the ledger that it cannot hold.",
+        category="invalid_number" if isinstance(value, float) else "invalid_value",
+        why="The ledger takes text, whole numbers, finite numbers, bytes and nothing else.",
+    )
+
+
+def _text(value: str) -> str:
+    if "\0" not in value and (value.isascii() or _encodes(value)):
+        return value
+    raise IllegalMove(
+        "A text was offered to the ledger that it cannot hold.",
+        category="invalid_text",
+        why="It contains U+0000 or half of a surrogate pair, which PostgreSQL cannot store.",
+        next_command="remove that character and repeat the call",
+    )
+
+
+def _encodes(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _integer(value: int) -> int:
+    if SMALLEST <= value <= GREATEST:
+        return value
+    raise IllegalMove(
+        f"The number {value:.3e} does not fit the ledger.",
+        category="invalid_number",
+        why="Stored integers have 64 bits.",
+    )
+
+
+def split_statements(sql: str) -> list[str]:
+    """Cut a schema template at each line that ends a statement. Comments stay with what they stand over."""
+    statements: list[str] = []
+    lines: list[str] = []
+    for line in sql.splitlines():
+        lines.append(line)
+        if line.rstrip().endswith(";") or line.startswith("<append only "):
+            statements.append("\n".join(lines).strip().removesuffix(";"))
+            lines = []
+    if any(line.strip() and not line.lstrip().startswith("--") for line in lines):
+        raise ValueError(f"a schema statement has no end: {lines[-1]!r}")
+    return statements
+
+
+def append_only_words(statement: str) -> tuple[str, list[str]] | None:
+    """Read ``<append only TABLE: KEY, ...>``; None for any other statement."""
+    word = statement.splitlines()[-1]
+    if not word.startswith("<append only "):
+        return None
+    table, _, keys = word.removeprefix("<append only ").removesuffix(">").partition(":")
+    return table.strip(), [key.strip() for key in keys.split(",")]

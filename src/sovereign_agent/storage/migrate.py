@@ -1,0 +1,142 @@
+"""Migrations: forward only, numbered, checksummed, each in one transaction with its stamp.
+
+Any number of processes may start at once: the stamps are read again under the ledger lock, and whoever comes
+second finds the work done. A ledger that is newer than this program, was altered, or belongs to another
+application is refused before anything is written. Nothing here ever goes back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from importlib import resources
+
+from sovereign_agent.clock import micros
+from sovereign_agent.errors import SchemaMismatch
+from sovereign_agent.storage.engine import Connection, Migration
+
+CORE = "sovereign_agent"
+STAMPS = "schema_migrations"
+
+# home: storage.migrate
+_CREATE_STAMPS = """
+CREATE TABLE IF NOT EXISTS schema_migrations (
+    component TEXT NOT NULL,
+    number <integer> NOT NULL,
+    name TEXT NOT NULL,
+    checksum TEXT NOT NULL,
+    min_writer <integer> NOT NULL,
+    applied_at <integer> NOT NULL,
+    PRIMARY KEY (component, number)
+) <strict>;
+"""
+
+
+def core_migrations() -> list[Migration]:
+    """The package's own migrations, in order: ``schema/NNNN_name.sql``.
+
+    A first line ``-- min_writer: N`` says that programs which know the schema up to N may go on writing.
+    """
+    files = sorted((resources.files(__package__) / "schema").iterdir(), key=lambda file: file.name)
+    return [_read(file.name, file.read_text("utf-8")) for file in files if file.name.endswith(".sql")]
+
+
+def _read(file_name: str, text: str) -> Migration:
+    number, _, name = file_name.removesuffix(".sql").partition("_")
+    first = text.partition("\n")[0]
+    declared = first.removeprefix("-- min_writer:")
+    return Migration(int(number), name, text, int(declared) if declared != first else int(number))
+
+
+def checksum(migration: Migration) -> str:
+    """The SHA-256 of a migration's text."""
+    return hashlib.sha256(migration.sql.encode()).hexdigest()
+
+
+def migrate(connection: Connection, component: str, migrations: Sequence[Migration]) -> None:
+    """Bring one component's tables up to date, or raise SchemaMismatch and write nothing."""
+    for migration in _missing(connection, component, migrations):
+        connection.begin(ledger_lock=True)
+        try:
+            for statement in connection.schema_statements(_CREATE_STAMPS):
+                connection.execute(statement)
+            if migration in _missing(connection, component, migrations):
+                _apply(connection, component, migration)
+        except BaseException:
+            connection.rollback()
+            raise
+        connection.commit()
+
+
+def refuse_foreign(connection: Connection) -> None:
+    """Raise SchemaMismatch for a database that has tables and no stamp of ours: it is another application's."""
+    tables = connection.tables()
+    if tables and STAMPS not in tables:
+        raise SchemaMismatch(
+            "This database belongs to another application.",
+            category="schema_foreign",
+            why="It has tables of its own and no stamp of this program.",
+            next_command="choose another --root, or another database",
+        )
+
+
+def check(connection: Connection, component: str, migrations: Sequence[Migration]) -> None:
+    """Raise SchemaMismatch unless the component's tables are exactly up to date. Writes nothing."""
+    missing = _missing(connection, component, migrations)
+    if missing:
+        raise SchemaMismatch(
+            f"The ledger lacks {len(missing)} migration(s), the first being {missing[0].number:04d}_{missing[0].name}.",
+            category="schema_older",
+            why="It was made by an older version, or its creation was interrupted, and this command may not write.",
+            next_command="sovereign-agent init",
+        )
+
+
+def _apply(connection: Connection, component: str, migration: Migration) -> None:
+    for statement in connection.schema_statements(migration.sql):
+        connection.execute(statement)
+    connection.execute(
+        "INSERT INTO schema_migrations (component, number, name, checksum, min_writer, applied_at)"
+        " VALUES (?, ?, ?, ?, ?, ?)",
+        (
+            component,
+            migration.number,
+            migration.name,
+            checksum(migration),
+            migration.min_writer,
+            micros(connection.now()),
+        ),
+    )
+
+
+def _missing(connection: Connection, component: str, migrations: Sequence[Migration]) -> list[Migration]:
+    """What this program knows and the ledger has not, after refusing what it cannot work with."""
+    if STAMPS not in connection.tables():
+        return list(migrations)
+    rows = connection.execute(
+        "SELECT number, checksum, min_writer FROM schema_migrations WHERE component = ? ORDER BY number",
+        (component,),
+    ).fetchall()
+    known = {migration.number: migration for migration in migrations}
+    newest = max(known, default=0)
+    for row in rows:
+        if row["number"] > newest and row["min_writer"] > newest:
+            raise _newer(component, row["number"], newest)
+        if row["number"] in known and row["checksum"] != checksum(known[row["number"]]):
+            raise SchemaMismatch(
+                f"Migration {row['number']:04d} of {component} is not the one this ledger was made with.",
+                category="schema_altered",
+                why="Its text or its stamp was changed after it had been applied.",
+                next_command="use the version that made this ledger",
+            )
+    applied = {row["number"] for row in rows}
+    return [migration for migration in migrations if migration.number not in applied]
+
+
+def _newer(component: str, number: int, newest: int) -> SchemaMismatch:
+    return SchemaMismatch(
+        f"The ledger's schema of {component} is {number}, and this program knows up to {newest}.",
+        category="schema_newer",
+        why="A newer version has migrated it and does not allow this one to write.",
+        next_command="upgrade this installation of sovereign-agent",
+    )

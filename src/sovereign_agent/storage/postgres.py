@@ -1,0 +1,246 @@
+"""PostgreSQL: the engine for many hosts on one ledger.
+
+READ COMMITTED, explicit ``BEGIN``. `begin` with the ledger lock takes an advisory lock keyed by this ledger's
+schema, so that read-then-write means what it means on SQLite. Sessions carry timeouts and TCP keepalive: a
+host that freezes inside a transaction is cut off by the server and its rows are free again.
+This room never shows a password: errors name the server, not the URL.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
+from functools import lru_cache
+from typing import Any, LiteralString, cast
+
+import psycopg
+from psycopg import errors
+from psycopg.conninfo import conninfo_to_dict
+from psycopg.pq import TransactionStatus
+
+from sovereign_agent.clock import moment
+from sovereign_agent.errors import ConstraintBroken, Contention, LedgerFault, LedgerUnavailable, SovereignError
+from sovereign_agent.storage.engine import Connection, Result, Value, append_only_words, split_statements
+
+_WORDS = {"<for update>": "FOR UPDATE", "<for share>": "FOR SHARE", "<skip locked>": "SKIP LOCKED"}
+_SCHEMA_WORDS = {
+    "<identity>": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
+    "<integer>": "BIGINT",
+    "<strict>": "",
+}
+_LEDGER_LOCK = "SELECT pg_advisory_xact_lock(hashtextextended('sovereign-agent ledger ' || current_schema(), 0))"
+_HOLDER = """
+SELECT a.pid, a.application_name, a.state FROM pg_locks l JOIN pg_stat_activity a USING (pid)
+ WHERE l.locktype = 'advisory' AND l.granted AND a.pid <> pg_backend_pid()
+   AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+   AND (l.classid::bigint << 32) + l.objid::bigint
+       = hashtextextended('sovereign-agent ledger ' || current_schema(), 0)
+"""
+_REFUSE_CHANGE = """
+CREATE OR REPLACE FUNCTION refuse_change() RETURNS trigger LANGUAGE plpgsql AS
+$$ BEGIN RAISE EXCEPTION '% is append-only', TG_TABLE_NAME USING ERRCODE = 'integrity_constraint_violation'; END $$
+"""
+_BUSY = (errors.LockNotAvailable, errors.QueryCanceled, errors.DeadlockDetected, errors.SerializationFailure)
+
+
+@lru_cache(maxsize=1024)
+def render(text: str) -> str:
+    """Replace the engine words, double every ``%``, and turn each ``?`` outside quotes into ``%s``."""
+    for word, meaning in _WORDS.items():
+        text = text.replace(word, meaning)
+    parts = text.replace("%", "%%").split("'")
+    parts[::2] = [outside.replace("?", "%s") for outside in parts[::2]]
+    return "'".join(parts)
+
+
+class NamedRow(tuple[Any, ...]):
+    """A tuple that also answers by column name, as SQLite's rows do."""
+
+    _names: dict[str, int]
+
+    def __getitem__(self, key: Any) -> Any:
+        return tuple.__getitem__(self, self._names[key] if isinstance(key, str) else key)
+
+    def keys(self) -> list[str]:
+        return list(self._names)
+
+
+@lru_cache(maxsize=1024)
+def _row_type(names: tuple[str, ...]) -> type[NamedRow]:
+    return type("Row", (NamedRow,), {"_names": {name: index for index, name in enumerate(names)}})
+
+
+def _named_rows(cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], NamedRow]:
+    return _row_type(tuple([column.name for column in cursor.description or ()]))
+
+
+class PostgresConnection(Connection):
+    """One PostgreSQL session.
+
+    Args:
+        url: ``postgresql://...`` or a conninfo string; its own ``options`` (a ``search_path``) are kept.
+        patience: how long a call waits for a lock before it ends in Contention. A transaction idle for
+            twice as long is ended by the server, and so is a statement that runs for twelve times as long.
+        read_only: every transaction is READ ONLY.
+    """
+
+    def __init__(self, url: str, *, patience: timedelta, read_only: bool) -> None:
+        super().__init__()
+        self._read_only = read_only
+        self._conninfo = _conninfo(url, patience, read_only)
+        self._raw = self._connect()
+
+    @property
+    def in_transaction(self) -> bool:
+        return self._raw.info.transaction_status == TransactionStatus.INTRANS
+
+    @property
+    def read_only(self) -> bool:
+        return self._read_only
+
+    def now(self) -> datetime:
+        row = self._run("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint", ()).fetchone()
+        return moment(row[0] if row else 0)
+
+    def tables(self) -> set[str]:
+        rows = self._run("SELECT table_name FROM information_schema.tables WHERE table_schema = current_schema()", ())
+        return {str(row[0]) for row in rows}
+
+    def schema_statements(self, sql: str) -> list[str]:
+        statements: list[str] = []
+        for statement in split_statements(sql):
+            append_only = append_only_words(statement)
+            statements += _append_only(append_only[0]) if append_only else [_schema_words(statement)]
+        return statements
+
+    def close(self) -> None:
+        self._raw.close()
+
+    def _connect(self) -> psycopg.Connection[NamedRow]:
+        try:
+            return psycopg.connect(**self._conninfo, autocommit=True, row_factory=_named_rows)
+        except psycopg.Error as error:
+            raise self._translated(error) from error
+
+    def _run(self, sql: str, params: tuple[Value, ...]) -> Result:
+        if self._raw.closed and not self._in_ours:
+            self._raw = self._connect()
+        try:
+            cursor = self._raw.execute(cast("LiteralString", render(sql)), params)
+            rows = cursor.fetchall() if cursor.description else []
+            return Result(cast("list[Any]", rows), cursor.rowcount)
+        except psycopg.Error as error:
+            raise self._translated(error) from error
+
+    def _begin(self, ledger_lock: bool) -> None:
+        if self._raw.closed:
+            self._raw = self._connect()
+        # One simple-protocol message, one round trip. After it the lock is ours or an error is.
+        begin = f"BEGIN; {_LEDGER_LOCK}" if ledger_lock else "BEGIN"
+        try:
+            self._raw.execute(cast("LiteralString", begin))
+        except psycopg.Error as error:
+            self._abandon()
+            raise self._translated(error) from error
+
+    def _commit(self) -> None:
+        try:
+            tag = self._raw.execute("COMMIT").statusmessage
+        except psycopg.Error as error:
+            raise self._translated(error) from error
+        if tag != "COMMIT":
+            raise LedgerFault(
+                "The transaction was not committed.",
+                category="transaction_ended",
+                why=f"PostgreSQL answered COMMIT with {tag}.",
+            )
+
+    def _abandon(self) -> None:
+        try:
+            if self._raw.info.transaction_status != TransactionStatus.IDLE:
+                self._raw.execute("ROLLBACK")
+        except psycopg.Error:
+            self._raw.close()
+
+    def _translated(self, error: psycopg.Error) -> SovereignError:
+        server = f"{self._conninfo.get('host', 'localhost')}/{self._conninfo.get('dbname', '')}"
+        if isinstance(error, _BUSY):
+            return Contention(
+                f"The ledger on {server} is busy.",
+                category="ledger_busy",
+                why=f"{_first_line(error)}{self._holder()}",
+                inspect="sovereign-agent doctor",
+                next_command="repeat the command",
+            )
+        if isinstance(error, psycopg.IntegrityError | psycopg.DataError):
+            return ConstraintBroken("The ledger refused a row.", category="constraint_broken", why=_first_line(error))
+        if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
+            return LedgerUnavailable(
+                f"The ledger on {server} cannot be used.",
+                category="ledger_unavailable",
+                why=_first_line(error),
+                inspect="sovereign-agent doctor",
+                next_command="mend the cause, then repeat the command",
+            )
+        return LedgerFault(f"PostgreSQL refused a statement: {_first_line(error)}.", category="ledger_fault")
+
+    def _holder(self) -> str:
+        """Who holds the ledger lock, asked on a session of its own, because ours has just failed."""
+        try:
+            with psycopg.connect(**self._conninfo, autocommit=True) as other:
+                row = other.execute(_HOLDER).fetchone()
+        except psycopg.Error:
+            return ""
+        return f"; the ledger lock is held by backend {row[0]} ({row[1]}, {row[2]})" if row else ""
+
+
+def _conninfo(url: str, patience: timedelta, read_only: bool) -> dict[str, Any]:
+    try:
+        given = conninfo_to_dict(url)
+    except psycopg.Error as error:
+        raise LedgerUnavailable(
+            "The PostgreSQL URL cannot be read.",
+            category="ledger_url",
+            why="It is no valid connection string; it is not repeated here because it may hold a password.",
+            next_command="write it as postgresql://user@host/database",
+        ) from error
+    wait = int(patience.total_seconds() * 1000)
+    session = {
+        "lock_timeout": wait,
+        "statement_timeout": 12 * wait,
+        "idle_in_transaction_session_timeout": 2 * wait,
+        "default_transaction_isolation": r"read\ committed",
+        "default_transaction_read_only": "on" if read_only else "off",
+        "synchronous_commit": "on",
+        "client_min_messages": "warning",
+    }
+    ours = " ".join(f"-c {name}={value}" for name, value in session.items())
+    defaults = {
+        "application_name": f"sovereign-agent {socket.gethostname()}:{os.getpid()}",
+        "connect_timeout": "10",
+        "keepalives_idle": "10",
+        "keepalives_interval": "5",
+        "keepalives_count": "3",
+    }
+    return defaults | given | {"options": f"{given.get('options') or ''} {ours}".strip()}
+
+
+def _first_line(error: psycopg.Error) -> str:
+    text = error.diag.message_primary or str(error)
+    return text.strip().splitlines()[0] if text.strip() else type(error).__name__
+
+
+def _schema_words(statement: str) -> str:
+    for word, meaning in _SCHEMA_WORDS.items():
+        statement = statement.replace(word, meaning)
+    return statement
+
+
+def _append_only(table: str) -> list[str]:
+    return [
+        _REFUSE_CHANGE,
+        f"CREATE TRIGGER {table}_append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON {table}"
+        " FOR EACH STATEMENT EXECUTE FUNCTION refuse_change()",
+    ]

