@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PACKAGE = Path("src/sovereign_agent")
 DRIVERS = {"psycopg", "sqlite3"}
 READERS = {"console.queries"}  # on a read-only connection
-NAME = r"""["`]?(?:\w+\.)?["`]?(\w+)"""
+NAME = r"""(?:\w+\.)?["`]?(\w+)["`]?"""
 CREATES = re.compile(rf"\bCREATE\s+TABLE\s+(?:IF\s+NOT\s+EXISTS\s+)?{NAME}", re.IGNORECASE)
 HOME = re.compile(r"^--\s*home:\s*([\w.]+)\s*$")
 CHANGES = re.compile(
@@ -183,7 +183,7 @@ def dynamic(source: Source) -> Iterator[tuple[int, str]]:
                 parts = [text, *node.args]
             case _:
                 continue
-        if CLAUSE.search("x".join(text for part in parts for _, text in literals(part))):
+        if CLAUSE.search(" x ".join(text for part in parts for _, text in literals(part))):
             yield node.lineno, "SQL is put together at run time; write it as one literal with ? for its values"
     for call in executions(source.tree):
         if call.args and not isinstance(call.args[0], ast.Constant | ast.Name | ast.Attribute):

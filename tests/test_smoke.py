@@ -22,7 +22,7 @@ def test_lease(db, clock):
     assert relay.claim(db, m.id, "y", clock=clock) == c
     relay.complete(db, m.id, "y", fencing_token=c.fencing_token, clock=clock)
     assert relay.inbox(db, "y", clock=clock) == []
-    assert relay.sweep_expired_claims(db, clock) == 0
+    assert relay.sweep_expired_claims(db, clock) == []
 
 def test_race(location):
     location.open().close()

@@ -8,13 +8,16 @@ no refusal repeats a value it found.
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
 import secrets
+import sys
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, urlsplit
 
@@ -153,18 +156,15 @@ ProviderName = Annotated[Identifier, AfterValidator(_only_real_providers)]
 
 
 class Settings(_Table):
-    """A whole `sovereign.toml`, checked. Nothing in it can be changed; `load` reads it anew."""
+    """A whole `sovereign.toml`, checked, to be read only; `load` reads it anew."""
 
     organization: OrganizationSettings
     ledger: LedgerSettings = LedgerSettings()
     authority: AuthoritySettings = AuthoritySettings()
-    actors: Annotated[Mapping[Identifier, ActorSettings], Field(min_length=1), AfterValidator(MappingProxyType)]
-    providers: Annotated[
-        Mapping[ProviderName, Annotated[ProviderSettings, Field(discriminator="kind")]],
-        AfterValidator(MappingProxyType),
-    ] = MappingProxyType({})
-    checks: Annotated[Mapping[Identifier, Reference], AfterValidator(MappingProxyType)] = MappingProxyType({})
-    extensions: Annotated[Mapping[Identifier, Reference], AfterValidator(MappingProxyType)] = MappingProxyType({})
+    actors: Annotated[Mapping[Identifier, ActorSettings], Field(min_length=1)]
+    providers: Mapping[ProviderName, Annotated[ProviderSettings, Field(discriminator="kind")]] = {}
+    checks: Mapping[Identifier, Reference] = {}
+    extensions: Mapping[Identifier, Reference] = {}
 
     def actor(self, actor_id: str) -> ActorSettings:
         """The actor of that id. Raises ConfigurationFault when the file declares none."""
@@ -212,6 +212,42 @@ def set_actor_provider(root: Path | str, actor_id: str, provider: str) -> None:
         os.close(folder)
 
 
+def write_default(root: Path, ledger_url: str = "") -> None:
+    """Write the commented default file into `root`, unless a `sovereign.toml` stands there already.
+
+    Raises ConfigurationFault, and writes nothing, when `ledger_url` cannot be used.
+    """
+    text = default_text().replace('url = ""', f"url = {json.dumps(ledger_url)}", 1)
+    _judged(root / FILE_NAME, text)
+    temporary = root / f".{FILE_NAME}.{secrets.token_hex(8)}"
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        with suppress(FileExistsError):
+            os.link(temporary, root / FILE_NAME)  # whole or not at all, and never over another's
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def resolve_reference(reference: str, root: Path) -> Any:
+    """Import what ``package.module:attribute`` names, as installed or from the organization's root.
+
+    Raises ConfigurationFault when it leads nowhere.
+    """
+    module, _, attribute = reference.partition(":")
+    if str(root) not in sys.path:
+        sys.path.append(str(root))
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationFault(
+            f"{reference} in {FILE_NAME} leads nowhere.",
+            category="unresolved_reference",
+            why=str(error),
+            inspect=FILE_NAME,
+            next_command="install the package, or correct the name (package.module:attribute)",
+        ) from error
+
+
 def replace_file(folder: int, name: str, content: bytes, *, mode: int = 0o600) -> None:
     """Put `content` under `name` in an open folder, durably, so that a crash leaves the old file or the new one.
 
@@ -235,7 +271,7 @@ def replace_file(folder: int, name: str, content: bytes, *, mode: int = 0o600) -
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return path.read_bytes().decode().removeprefix("\ufeff")
     except FileNotFoundError:
         mend = "sovereign-agent init --root FOLDER, or correct --root"
         raise _fault(path, "", (), "there is no such file", mend) from None
@@ -278,7 +314,7 @@ def _in_words(kind: str, message: str) -> tuple[str, str]:
     words = {
         "extra_forbidden": ("no such key is known here", "remove it, or correct its spelling"),
         "missing": ("it is required, and absent", "add it"),
-        "string_pattern_mismatch": ("it has not the form of such a name", "see the default file's comments for its form"),
+        "string_pattern_mismatch": ("it has not the form of such a name", "see the default file for its form"),
         "union_tag_invalid": ("no such kind of provider is known", 'kind = "scripted" or kind = "command"'),
         "union_tag_not_found": ("it has no kind", 'kind = "scripted" or kind = "command"'),
     }
@@ -298,7 +334,7 @@ def _line_of(text: str, path: tuple[int | str, ...]) -> int | None:
     for number, written in enumerate(text.split("\n"), start=1):
         if header := re.match(r"\s*\[+([^\[\]]+)\]", written):
             here = table = _dotted(header[1])
-        elif key := re.match(r"\s*([\w\"'.-]+)\s*=", written):
+        elif key := re.match(r"\s*([^=#\[\]]+)=", written):
             here = table + _dotted(key[1])
         else:
             continue
@@ -308,7 +344,7 @@ def _line_of(text: str, path: tuple[int | str, ...]) -> int | None:
 
 
 def _dotted(key: str) -> list[str]:
-    return [part.strip().strip("\"'") for part in key.split(".")]
+    return [double or single or bare for double, single, bare in re.findall(r"\"([^\"]*)\"|'([^']*)'|([\w-]+)", key)]
 
 
 def _fault(path: Path, text: str, key: tuple[int | str, ...], reason: str, mend: str) -> ConfigurationFault:
@@ -324,79 +360,5 @@ def _fault(path: Path, text: str, key: tuple[int | str, ...], reason: str, mend:
 
 
 def default_text() -> str:
-    """The commented `sovereign.toml` that `init` writes."""
-    return _DEFAULT
-
-
-_DEFAULT = '''\
-# The organization, as its people declare it. Commit this file; it holds no secret.
-# After an edit, `sovereign-agent doctor` says whether it can be used, and if not, where and why.
-
-[organization]
-name = "My organization"
-
-[ledger]
-# Empty: a SQLite file at .sovereign/organization.db, the right choice for one machine.
-# For many machines: "postgresql://user@host/database". Its password goes in ~/.pgpass or PGPASSWORD, never here.
-url = ""
-
-[authority]
-# How long a worker that fell silent keeps its rights. Until then nobody may take its place.
-actor_lease_seconds = 300
-execution_attempt_seconds = 900
-
-# The actors: durable identities. Ids are lower-case letters, digits, "-" and "_", at most 64.
-#   role       principal, master, operator, sparring or verifier
-#   provider   a name below [providers]; "none" for an actor that runs nothing
-#   authority  create_outcome, activate, plan, assign, cancel, execute, verify, review, accept, rule, rebind
-
-[actors.principal-human]  # decides what is wanted, answers questions, accepts what was done
-role = "principal"
-provider = "none"
-authority = ["create_outcome", "activate", "cancel", "accept", "rule", "rebind"]
-
-[actors.master-course]  # turns an outcome into statements of work, and gives them out
-role = "master"
-provider = "none"
-authority = ["create_outcome", "activate", "plan", "assign", "cancel"]
-
-[actors.operator-course]  # does the work, through its provider
-role = "operator"
-provider = "scripted"
-authority = ["execute"]
-
-[actors.sparring-course]  # reviews the work of others, never its own
-role = "sparring"
-provider = "none"
-authority = ["review"]
-
-[actors.verifier-course]  # runs the checks
-role = "verifier"
-provider = "none"
-authority = ["verify"]
-
-# The providers: outside programs that work for an actor. They propose; they decide nothing.
-
-[providers.scripted]  # performs these steps in a real process, without any model: good for a first run
-kind = "scripted"
-timeout_seconds = 600
-steps = [
-    { stdout = "The scripted provider was here.\\n" },
-    { report = { status = "completed", summary = "The scripted steps ran to their end." } },
-]
-
-# [providers.mine]  # any program: it reads JSON on its stdin and writes .sovereign-out/report.json
-# kind = "command"
-# argv = ["python3", "../../../worker.py"]  # it runs in its run's folder, three levels below this file
-# environment = ["MY_API_KEY"]              # passed on besides PATH, HOME, LANG, LC_*, TZ and TMPDIR
-# timeout_seconds = 600                     # then it is asked to end,
-# grace_seconds = 5                         # and this much later it is ended
-
-[checks]
-# What "done" means, by name: "package.module:function".
-# shelves_are_full = "my_shop.checks:shelves_are_full"
-
-[extensions]
-# Tables of your own in the same ledger: "package.module:MIGRATIONS".
-# shop = "my_shop.tables:MIGRATIONS"
-'''
+    """The commented `sovereign.toml` that `init` writes: `default.toml`, beside this module."""
+    return Path(__file__).with_name("default.toml").read_text(encoding="utf-8")

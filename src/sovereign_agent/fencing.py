@@ -217,7 +217,7 @@ def acquire_execution_attempt(
     with db.immediate() as connection:
         token = next_token(connection)
         lease = connection.execute("SELECT * FROM actor_leases WHERE actor_id = ? <for share>", (actor_id,)).fetchone()
-        held = _active_attempt(connection, assignment_id)
+        held = active_attempt(connection, assignment_id)
         now = db.now(clock)
         if not _is_current(lease, process_identity, actor_lease_fencing_token, now):
             raise _lease_lost(actor_id, actor_lease_fencing_token)
@@ -244,6 +244,14 @@ def acquire_execution_attempt(
             outcomes.start_assignment(connection, assignment_id, actor_id, attempt.id, now=now)
         _insert_attempt(connection, attempt)
     return attempt
+
+
+def active_attempt(connection: Connection, assignment_id: str) -> ExecutionAttempt | None:
+    """The ACTIVE attempt on an assignment, its row locked; None when nobody runs it."""
+    row = connection.execute(
+        "SELECT * FROM execution_attempts WHERE assignment_id = ? AND status = 'ACTIVE' <for update>", (assignment_id,)
+    ).fetchone()
+    return _attempt(row) if row else None
 
 
 def renew_execution_attempt(
@@ -411,14 +419,15 @@ def lost_receipt(attempt: ExecutionAttempt) -> Receipt:
 # --- workspaces still to be reclaimed ---------------------------------------------------------------------
 
 
-def attempts_to_reclaim(connection: Connection, *, limit: int) -> list[tuple[str, str]]:
-    """(attempt id, workspace policy) of ended attempts whose workspace nobody has dealt with yet."""
+def attempts_to_reclaim(connection: Connection, *, after: str, limit: int) -> list[tuple[str, str]]:
+    """(attempt id, workspace policy) of ended attempts whose workspace nobody has dealt with yet, by id, a page
+    at a time: `after` is the last id of the page before, or empty."""
     rows = connection.execute(
         """
         SELECT e.id, a.workspace_policy FROM execution_attempts e JOIN assignments a ON a.id = e.assignment_id
-         WHERE e.workspace_open = 1 AND e.status <> 'ACTIVE' ORDER BY e.id LIMIT ?
+         WHERE e.workspace_open = 1 AND e.status <> 'ACTIVE' AND e.id > ? ORDER BY e.id LIMIT ?
         """,
-        (limit,),
+        (after, limit),
     )
     return [(row[0], row[1]) for row in rows]
 
@@ -431,13 +440,6 @@ def close_workspace(connection: Connection, attempt_id: str) -> None:
 
 
 # --- helpers ----------------------------------------------------------------------------------------------
-
-
-def _active_attempt(connection: Connection, assignment_id: str) -> ExecutionAttempt | None:
-    row = connection.execute(
-        "SELECT * FROM execution_attempts WHERE assignment_id = ? AND status = 'ACTIVE' <for update>", (assignment_id,)
-    ).fetchone()
-    return _attempt(row) if row else None
 
 
 def _insert_attempt(connection: Connection, attempt: ExecutionAttempt) -> None:

@@ -141,12 +141,12 @@ def _settle(
         return _get(connection, message_id)
 
 
-def sweep_expired_claims(db: Database, clock: Clock | None = None, *, batch: int = 100) -> int:
-    """Put every claim that has run out back to NEW, or to DEAD at its last delivery; return how many.
+def sweep_expired_claims(db: Database, clock: Clock | None = None, *, batch: int = 100) -> list[str]:
+    """Put every claim that has run out back to NEW, or to DEAD at its last delivery; return the messages' ids.
 
     One transaction a batch. A message that was settled or claimed again in between is left alone.
     """
-    swept = 0
+    swept: list[str] = []
     while True:
         with db.transaction() as connection:
             now = db.now(clock)
@@ -157,7 +157,7 @@ def sweep_expired_claims(db: Database, clock: Clock | None = None, *, batch: int
                 """,
                 (micros(now), batch),
             ).fetchall()
-            swept += sum(_sweep(connection, row, now) for row in rows)
+            swept += [row["id"] for row in rows if _sweep(connection, row, now)]
         if len(rows) < batch:
             return swept
 

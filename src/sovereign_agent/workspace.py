@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ KEPT_FILES = frozenset({"receipt.json", "receipt.json.sha256", "report.json"})
 """What outlives reclaiming, besides `.sovereign-out`: evidence a person may want, though nobody believes it."""
 
 LEFTOVERS_SHOWN = 20
+NAME_LIMIT_BYTES = 1000
+PART_LIMIT_BYTES = 255
 DELIVERABLE_LIMIT_BYTES = 256 * 2**20
 CHUNK_BYTES = 2**20
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -92,8 +94,7 @@ def allocate(root: Path | str, workspace_id: str) -> Workspace:
     ``symlinked_workspace_root``, or ``path_traversal`` for an id that is no plain name. Raises OSError when
     the disk refuses.
     """
-    _check_id(workspace_id)
-    path = Path(root).resolve() / ".sovereign" / "runs" / workspace_id
+    workspace = locate(root, workspace_id)
     with _runs(root, create=True) as runs:
         try:
             os.mkdir(workspace_id, 0o700, dir_fd=runs)
@@ -102,12 +103,19 @@ def allocate(root: Path | str, workspace_id: str) -> Workspace:
                 f"The folder of run {workspace_id} was not made.",
                 category="workspace_exists",
                 why="Something stands at that path already, and a run's folder is never used twice.",
-                inspect=str(path),
+                inspect=str(workspace.path),
                 next_command="assign the work again: each attempt gets a folder of its own",
             ) from None
         with _entered(workspace_id, runs) as folder:
             os.mkdir(RAW_NAME, 0o700, dir_fd=folder)
             os.mkdir(OUT_NAME, 0o700, dir_fd=folder)
+    return workspace
+
+
+def locate(root: Path | str, workspace_id: str) -> Workspace:
+    """The folder of a run, whether or not it is there. Raises PolicyRefusal for an id that is no plain name."""
+    _check_id(workspace_id)
+    path = Path(root).resolve() / ".sovereign" / "runs" / workspace_id
     return Workspace(workspace_id, path, path / RAW_NAME, path / OUT_NAME)
 
 
@@ -241,7 +249,7 @@ def _sweep(top: int) -> list[str]:
 
 
 @contextmanager
-def _reporting(place: str, leftovers: list[str]) -> Iterator[None]:
+def _reporting(place: str, leftovers: list[str]) -> Generator[None]:
     """Turn trouble with one file into one line, as long as there is room for it."""
     try:
         yield
@@ -265,7 +273,7 @@ def _unlock(name: str, parent: int) -> None:
 
 
 @contextmanager
-def _entered(name: str, parent: int) -> Iterator[int]:
+def _entered(name: str, parent: int) -> Generator[int]:
     """A descriptor of a folder that a program may have locked, opened without following a link."""
     _unlock(name, parent)
     folder = os.open(name, _FOLDER, dir_fd=parent)
@@ -276,7 +284,7 @@ def _entered(name: str, parent: int) -> Iterator[int]:
 
 
 @contextmanager
-def _runs(root: Path | str, *, create: bool) -> Iterator[int]:
+def _runs(root: Path | str, *, create: bool) -> Generator[int]:
     """A descriptor of `.sovereign/runs`, reached without following a link below the root."""
     path = Path(root).resolve()
     folder = os.open(path, _FOLDER)
@@ -364,7 +372,7 @@ def _parts(name: str) -> list[str]:
     if any(part in ("", ".", "..") for part in parts):
         raise _leads_out(name, "it has an empty, a . or a .. part")
     try:
-        if len(name.encode()) > 1000 or any(len(part.encode()) > 255 for part in parts):
+        if len(name.encode()) > NAME_LIMIT_BYTES or any(len(part.encode()) > PART_LIMIT_BYTES for part in parts):
             raise _leads_out(name, "it is too long")
     except UnicodeEncodeError:
         raise _leads_out(name, "it is not valid text") from None

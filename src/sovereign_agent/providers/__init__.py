@@ -4,6 +4,8 @@
     process    the only room that starts a program
     command    any program
     scripted   fixed steps, in a real process
+
+A kind of provider is loaded when one is built.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
 def build(settings: ProviderSettings) -> Provider:
     """The provider that these settings describe. Nothing is started, and nothing is probed."""
     if isinstance(settings, CommandSettings):
-        from sovereign_agent.providers.command import CommandProvider
+        from sovereign_agent.providers.command import CommandProvider  # noqa: PLC0415
 
         return CommandProvider(settings)
-    from sovereign_agent.providers.scripted import ScriptedProvider
+    from sovereign_agent.providers.scripted import ScriptedProvider  # noqa: PLC0415
 
     return ScriptedProvider(settings)

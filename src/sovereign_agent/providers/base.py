@@ -151,9 +151,9 @@ def judge(seen: Iterable[str], *, exit_code: int | None, report: Report | None) 
     Raises ValueError for a category that is not in `PRECEDENCE`: better no verdict than a guessed one.
     """
     against = {*seen}
-    if exit_code is None:
+    if exit_code is None and not against:
         against.add("killed")
-    elif exit_code != 0:
+    elif exit_code:
         against.add("nonzero_exit")
     if report is None:
         against.add("missing_report" if "invalid_report" not in against else "invalid_report")
@@ -170,8 +170,10 @@ def conclude(
     """Read what a run left, judge it, and put it in words. The program must have ended.
 
     Args:
+        workspace: where it ran.
+        exit_code: None when it did not come to an exit of its own.
         seen: each failure category observed so far, with a sentence for it.
-        said: the program's last words, for a failure that no report explains.
+        said: its last words, for a failure that no report explains.
         detail: the figures of the run; the categories that were seen are added to them.
     """
     reasons = dict(seen)
@@ -197,7 +199,7 @@ def parse_report(content: bytes) -> Report:
     half a character, or nesting without end.
     """
     try:
-        value = json.loads(content.decode("utf-8-sig"))
+        value = json.loads(content.decode().removeprefix("\ufeff"))
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

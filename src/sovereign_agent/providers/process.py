@@ -16,11 +16,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from sovereign_agent.clock import monotonic
 from sovereign_agent.errors import ProviderFault
@@ -120,14 +120,14 @@ class Capture:
             self._file = None
 
 
-def environment(names: Iterable[str] = (), extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables a program gets: a fixed few, all of ``LC_*``, those `names` that are set, and `extra`.
+def variables(names: Iterable[str] = ()) -> dict[str, str]:
+    """What a program inherits: a fixed few variables, all of ``LC_*``, and those of `names` that are set.
 
-    PATH is always there. Nothing else is inherited, so no secret and no marker of an outer session is.
+    PATH is always there. Nothing else is passed on, so no secret and no marker of an outer session is.
     """
     wanted = {*PASSED_ON, *names}
     passed = {name: value for name, value in os.environ.items() if name in wanted or name.startswith("LC_")}
-    return {"PATH": os.defpath, **passed, **(extra or {})}
+    return {"PATH": os.defpath} | passed
 
 
 def run(
@@ -145,13 +145,11 @@ def run(
     started, with the cause that the operating system hides behind one number; and whatever interrupted the
     waiting, once the program is dead.
     """
-    captures = Capture(workspace.raw / "stdout.log"), Capture(workspace.raw / "stderr.log")
     started = monotonic()
     ended_by: Literal["itself", "timeout"] = "itself"
-    child = _start(argv, workspace.path, variables)
-    watch = _Watch(child, stdin, captures)
+    watch = _Watch(Capture(workspace.raw / "stdout.log"), Capture(workspace.raw / "stderr.log"))
     try:
-        watch.start()
+        watch.start(argv, workspace.path, variables, stdin)
         if not watch.ended.wait(timeout_seconds):
             ended_by = "timeout"
             watch.signal_group(signal.SIGTERM)
@@ -164,58 +162,143 @@ def run(
         signal=-code if code is not None and code < 0 else None,
         ended_by=ended_by,
         duration_seconds=monotonic() - started,
-        stdout=captures[0],
-        stderr=captures[1],
+        stdout=watch.stdout,
+        stderr=watch.stderr,
     )
 
 
 class _Watch:
     """The threads around one child, and the only hand that may signal its group."""
 
-    def __init__(self, child: subprocess.Popen[bytes], stdin: bytes, captures: tuple[Capture, Capture]) -> None:
-        assert child.stdin and child.stdout and child.stderr
+    def __init__(self, stdout: Capture, stderr: Capture) -> None:
+        self.stdout = stdout
+        self.stderr = stderr
         self.ended = threading.Event()
-        self._child = child
-        self._held = True
+        self._child: subprocess.Popen[bytes] | None = None
+        self._held = False
+        self._threads: list[threading.Thread] = []
         self._stop_read, self._stop_write = os.pipe()
-        self._streams = child.stdin, child.stdout, child.stderr
-        self._threads = [
-            threading.Thread(target=self._await_end, daemon=True),
-            threading.Thread(target=_feed, args=(child.stdin.fileno(), self._stop_read, stdin, child.stdin.close)),
-            threading.Thread(target=_drain, args=(child.stdout.fileno(), self._stop_read, captures[0])),
-            threading.Thread(target=_drain, args=(child.stderr.fileno(), self._stop_read, captures[1])),
-        ]
 
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+    def start(self, argv: Sequence[str], folder: Path, variables: Mapping[str, str], stdin: bytes) -> None:
+        self._child = child = _start(argv, folder, variables)
+        self._held = True
+        self._spawn(self._await_end, child.pid)
+        self._spawn(_feed, child.stdin, self._stop_read, stdin)
+        self._spawn(_drain, child.stdout, self._stop_read, self.stdout)
+        self._spawn(_drain, child.stderr, self._stop_read, self.stderr)
 
     def signal_group(self, number: signal.Signals) -> None:
-        if self._held:
+        if self._child and self._held:
             with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM when only a zombie is left
                 os.killpg(self._child.pid, number)
 
     def reap(self) -> int | None:
         """Wait for the end, let the threads empty the pipes, and answer the code; None if it was lost."""
-        code = self._child.wait()
+        code = None
+        for thread in self._threads[:1]:
+            thread.join()  # it must see the end before the child is reaped
+        if self._child:
+            code = self._child.wait()
         os.close(self._stop_write)
         for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+            thread.join()
         os.close(self._stop_read)
-        for stream in self._streams:
-            stream.close()
+        self.stdout.close()
+        self.stderr.close()
         return code if self._held else None
 
-    def _await_end(self) -> None:
+    def _spawn(self, act: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=act, args=arguments, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _await_end(self, pid: int) -> None:
         """Learn of the end and leave the child unreaped: so long, its group's number is nobody else's."""
         try:
             if sys.platform == "darwin":
-                wanted = select.kevent(self._child.pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
-                with suppress(ProcessLookupError):
-                    select.kqueue().control([wanted], 1)
+                wanted = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
+                with closing(select.kqueue()) as queue, suppress(ProcessLookupError):
+                    queue.control([wanted], 1)
             else:
-                os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOWAIT)
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         except ChildProcessError:
             self._held = False  # SIGCHLD is ignored in this process, or somebody else reaped it
         self.ended.set()
+
+
+def _feed(stdin: IO[bytes], stop: int, data: bytes) -> None:
+    """Write the program's input and close it. A program that does not read it is no trouble of ours."""
+    poller, left = select.poll(), memoryview(data)
+    poller.register(stdin, select.POLLOUT)
+    poller.register(stop, select.POLLIN)
+    os.set_blocking(stdin.fileno(), False)
+    with suppress(BrokenPipeError), stdin:
+        while left and not any(ready == stop for ready, _ in poller.poll()):
+            with suppress(BlockingIOError):
+                left = left[os.write(stdin.fileno(), left) :]
+
+
+def _drain(source: IO[bytes], stop: int, capture: Capture) -> None:
+    """Take in one output until its end, or until `stop` and then what a pipe can still hold."""
+    poller, allowance = select.poll(), PIPE_BYTES
+    poller.register(source, select.POLLIN)
+    poller.register(stop, select.POLLIN)
+    with source:
+        while allowance > 0:
+            ready = [descriptor for descriptor, _ in poller.poll()]
+            chunk = os.read(source.fileno(), CHUNK_BYTES) if source.fileno() in ready else b""
+            if not chunk:
+                return
+            capture.take(chunk)
+            if stop in ready:
+                allowance -= len(chunk)
+
+
+def _start(argv: Sequence[str], folder: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(  # noqa: S603 - argv is the organization's own, and no shell reads it
+            argv,
+            bufsize=0,
+            cwd=folder,
+            env=variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            umask=0o077,
+        )
+    except ValueError:
+        raise _fault(argv[0], "a NUL character stands in its arguments or variables") from None
+    except OSError as error:
+        raise _fault(argv[0], _cause(error, argv[0], folder, variables["PATH"])) from error
+
+
+def _cause(error: OSError, program: str, folder: Path, search: str) -> str:
+    """What really is missing: one ENOENT stands for the folder, the program, a link's target and an interpreter."""
+    if not folder.is_dir():
+        return f"the folder it should run in is not there ({folder})"
+    places = [folder] if "/" in program else [Path(place) for place in search.split(os.pathsep) if place]
+    found = next((place / program for place in places if os.path.lexists(place / program)), None)
+    if error.errno == errno.ENOENT:
+        if found is None:
+            return "there is no such file" if "/" in program else f"no such program is on the PATH ({search})"
+        if not found.exists():
+            return f"{found} is a link to nothing"
+        return f"{found} is there, but the interpreter or loader that it names is not"
+    causes = {
+        errno.EACCES: f"{found or program} is not executable for this user",
+        errno.ENOEXEC: f"{found or program} is no program: its format is unknown, and it has no #! line",
+        errno.ETXTBSY: f"{found or program} is open for writing at this moment",
+        errno.E2BIG: "its arguments and variables are longer than the system takes",
+    }
+    return causes.get(error.errno or 0, error.strerror or str(error))
+
+
+def _fault(program: str, cause: str) -> ProviderFault:
+    return ProviderFault(
+        f"The program {program!r} was not started: {cause}.",
+        category="provider_unavailable",
+        why="An actor's provider could not be run, so nothing was done.",
+        inspect="sovereign.toml, [providers]",
+        next_command="mend the program or its argv, then assign the work again",
+    )

@@ -1,0 +1,646 @@
+"""Organization: who may do what, and the run of an assignment.
+
+    outcome -> statement of work -> assignment -> run -> receipt -> verification -> review -> acceptance
+
+Every act asks two questions before it moves anything: does `sovereign.toml` give this actor that authority,
+and does the ledger show that the actor has had no other hand in this work. Actor ids are names, not
+credentials: who may speak for an actor is decided by who may run this program on this ledger.
+
+`run_assignment` never believes what it remembers. Its first act is the actor's lease, its last the lease's
+release; in between the terminal write is refused if the attempt is no longer the current one, and then
+nothing of the run becomes canonical: no receipt, no event, no file on disk.
+
+    lease (commit)  ->  attempt + RUNNING (commit)  ->  the program runs, no transaction open
+        ->  terminal state + receipt + events (commit)  ->  receipt.json, workspace policy  ->  release (commit)
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from sovereign_agent import configuration, fencing, journal, outcomes, providers, relay, workspace
+from sovereign_agent.clock import Clock, monotonic
+from sovereign_agent.configuration import Act, ActorSettings, ProviderSettings, Settings, resolve_reference
+from sovereign_agent.database import LEDGER_NAME, Connection, Database
+from sovereign_agent.errors import Contention, IllegalMove, PolicyRefusal, SovereignError
+from sovereign_agent.providers.base import Envelope, OutcomeBrief, Proposal, SowBrief
+from sovereign_agent.records import (
+    ActorLease,
+    Assignment,
+    AssignmentState,
+    AttemptStatus,
+    ExecutionAttempt,
+    Message,
+    Outcome,
+    OutcomeState,
+    Receipt,
+    ReceiptStatus,
+    Role,
+    Ruling,
+    Sow,
+    SowState,
+    Verdict,
+    new_id,
+)
+
+OPEN_OUTCOME = (OutcomeState.ACTIVE, OutcomeState.AT_RISK, OutcomeState.READY)
+ENDED_RUN_PATIENCE_SECONDS = 60.0
+"""How long a finished run waits for a busy ledger before it gives its result up for lost."""
+
+log = logging.getLogger(__name__)
+
+
+def invoke_actor(settings: ProviderSettings, envelope: Envelope, folder: workspace.Workspace) -> Proposal:
+    """Run an actor's program and return what it proposes. It decides nothing: see `Organization.run_assignment`."""
+    return providers.build(settings).run(envelope, folder)
+
+
+class Organization:
+    """One organization, opened by one process.
+
+    Args:
+        root: the folder with `sovereign.toml`. Nothing is created: see `init`.
+        clock: a clock to judge by instead of the ledger's own; for tests.
+        read_only: open the ledger for reading only.
+
+    Raises ConfigurationFault, LedgerUnavailable, SchemaMismatch.
+    """
+
+    def __init__(self, root: Path | str, *, clock: Clock | None = None, read_only: bool = False) -> None:
+        self.root = Path(root).resolve()
+        self.settings: Settings = configuration.load(self.root)
+        self.process_identity = fencing.new_process_identity()
+        self.db = Database(
+            self.settings.ledger.url or self.root / LEDGER_NAME,
+            root=self.root,
+            create=False,
+            read_only=read_only,
+            clock=clock,
+        )
+        self._hosting_lock = threading.Lock()
+        self._hosted: Counter[int] = Counter()
+        for component, reference in self.settings.extensions.items():
+            self.db.extend(component, resolve_reference(reference, self.root))
+
+    @classmethod
+    def init(cls, root: Path | str, *, ledger_url: str = "", clock: Clock | None = None) -> Organization:
+        """Make an organization's folder, settings and ledger; whatever is already there stays as it is."""
+        folder = Path(root).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        configuration.write_default(folder, ledger_url)
+        url = configuration.load(folder).ledger.url
+        Database(url or folder / LEDGER_NAME, root=folder, create=True).close()
+        return cls(folder, clock=clock)
+
+    def close(self) -> None:
+        """Close the ledger. Idempotent."""
+        self.db.close()
+
+    # --- wanting and planning -----------------------------------------------------------------------------
+
+    def create_outcome(
+        self, title: str, desired_state: str, checks: Sequence[str], owner: str, subject: str = ""
+    ) -> Outcome:
+        """Write down what is wanted, as a DRAFT. `checks` are names from ``[checks]`` in `sovereign.toml`.
+
+        Raises PolicyRefusal (``authority_refusal``), IllegalMove (``unknown_check``, ``invalid_text``).
+        """
+        self._authorize(owner, "create_outcome")
+        for name in checks:
+            self._known_check(name)
+        with self.db.transaction() as connection:
+            return outcomes.create_outcome(
+                connection,
+                title=_text(title, "title"),
+                desired_state=_text(desired_state, "desired state"),
+                checks=checks,
+                owner=owner,
+                subject=subject,
+                now=self.db.now(),
+            )
+
+    def activate(self, outcome_id: str, actor_id: str) -> Outcome:
+        """Let work towards an outcome begin: DRAFT -> ACTIVE."""
+        self._authorize(actor_id, "activate")
+        with self.db.immediate() as connection:
+            outcomes.activate_outcome(connection, outcome_id, actor=actor_id, now=self.db.now())
+            return outcomes.get_outcome(connection, outcome_id)
+
+    def create_sow(
+        self,
+        outcome_id: str,
+        scope: str,
+        role: Role | str,
+        actor_id: str,
+        required_effect_kind: str | None = None,
+    ) -> Sow:
+        """Write a DRAFT statement of work. With `required_effect_kind`, evidence of that kind must exist
+        before the work can be verified."""
+        self._authorize(actor_id, "plan")
+        with self.db.immediate() as connection:
+            _require_open(outcomes.lock_outcome(connection, outcome_id), also=(OutcomeState.DRAFT,))
+            now = self.db.now()
+            sow = outcomes.create_sow(
+                connection,
+                outcome_id=outcome_id,
+                scope=_text(scope, "scope"),
+                role=_role(role),
+                created_by=actor_id,
+                required_effect_kind=required_effect_kind,
+                now=now,
+            )
+            outcomes.reproject_outcome(connection, outcome_id, now=now)
+            return sow
+
+    def ready_sow(self, sow_id: str) -> Sow:
+        """Declare a statement of work fit to be assigned: DRAFT -> READY. Its outcome must be active."""
+        with self.db.immediate() as connection:
+            sow = outcomes.get_sow(connection, sow_id)
+            _require_open(outcomes.lock_outcome(connection, sow.outcome_id))
+            outcomes.move_sow(
+                connection, sow_id, (SowState.DRAFT,), SowState.READY, actor=sow.created_by, now=self.db.now()
+            )
+            return outcomes.get_sow(connection, sow_id)
+
+    def assign(
+        self, sow_id: str, actor_id: str, planner_id: str, *, workspace_policy: str = workspace.POLICIES[0]
+    ) -> Assignment:
+        """Give a statement of work to an actor; again, after it failed, blocked or was rejected.
+
+        Raises PolicyRefusal (``authority_refusal``, ``unknown_workspace_policy``), IllegalMove.
+        """
+        self._authorize(planner_id, "assign")
+        actor = self._authorize(actor_id, "execute")
+        workspace.check_policy(workspace_policy)
+        with self.db.immediate() as connection:
+            sow = outcomes.get_sow(connection, sow_id)
+            _require_open(outcomes.lock_outcome(connection, sow.outcome_id))
+            if actor.role != sow.role:
+                raise _forbidden(
+                    f"{sow_id} was not assigned to {actor_id}.", f"It needs a {sow.role}, and this is a {actor.role}."
+                )
+            return outcomes.create_assignment(
+                connection,
+                sow_id=sow_id,
+                actor_id=actor_id,
+                planner_id=planner_id,
+                workspace_policy=workspace_policy,
+                now=self.db.now(),
+            )
+
+    def cancel(self, assignment_id: str, actor_id: str) -> Assignment:
+        """Call an assignment off. A RUNNING one loses its attempt: its program may run on, but nothing it does
+        becomes canonical, and its receipt says ``interrupted``.
+
+        Raises PolicyRefusal, Refusal (``assignment_missing``), IllegalMove when it has already ended.
+        """
+        self._authorize(actor_id, "cancel")
+        with self.db.immediate() as connection:
+            now = self.db.now()
+            if not outcomes.cancel_created_assignment(connection, assignment_id, actor=actor_id, now=now):
+                attempt = fencing.active_attempt(connection, assignment_id)
+                if attempt is None or not self._revoke(connection, attempt, actor_id, now):
+                    raise _ended(outcomes.get_assignment(connection, assignment_id))
+            return outcomes.get_assignment(connection, assignment_id)
+
+    def _revoke(self, connection: Connection, attempt: ExecutionAttempt, actor_id: str, now: datetime) -> bool:
+        receipt = Receipt(
+            id=new_id("rcp"),
+            assignment_id=attempt.assignment_id,
+            attempt_id=attempt.id,
+            actor_id=attempt.actor_id,
+            status=ReceiptStatus.FAILED,
+            failure_category="interrupted",
+            summary=f"Canceled by {actor_id} while it ran. What it had finished is unknown.",
+        )
+        revoked = fencing.end_attempt(
+            connection, attempt, AttemptStatus.RECOVERED, receipt, becomes=AssignmentState.CANCELED, now=now
+        )
+        if revoked:
+            fencing.release_lease(
+                connection, attempt.actor_id, attempt.process_identity, attempt.actor_lease_fencing_token
+            )
+        return revoked
+
+    # --- running ------------------------------------------------------------------------------------------
+
+    def run_assignment(self, assignment_id: str) -> Receipt:
+        """Run an assignment's program and record how it ended.
+
+        Raises AlreadyHeld (``actor_lease_held``, ``execution_attempt_held``) before anything is touched;
+        AuthorityLost (``execution_attempt_lost``, ``actor_lease_lost``) when the terminal write came too late;
+        PolicyRefusal, IllegalMove, Refusal (``assignment_missing``). An interruption is recorded, then raised.
+        """
+        assignment = outcomes.get_assignment(self.db.connection, assignment_id)
+        with self._hosting(assignment.actor_id) as lease:
+            settings = self._may_run(assignment)
+            attempt = fencing.acquire_execution_attempt(
+                self.db,
+                assignment_id,
+                assignment.actor_id,
+                self.process_identity,
+                lease.fencing_token,
+                ttl=timedelta(seconds=self.settings.authority.execution_attempt_seconds),
+            )
+            interruption: BaseException | None = None
+            try:
+                proposal = self._propose(assignment, attempt, settings)
+            except Exception as error:
+                log.exception("run of %s failed inside this program", assignment_id)
+                proposal = _failed("internal_error", f"{type(error).__name__}: {error}")
+            except BaseException as error:
+                interruption = error
+                proposal = _failed("interrupted", f"The worker was interrupted ({type(error).__name__}).")
+            receipt = self._finish(attempt, proposal)
+            self.apply_workspace_policy(attempt.id, assignment.workspace_policy, receipt)
+            if interruption:
+                raise interruption
+            return receipt
+
+    @contextmanager
+    def _hosting(self, actor_id: str) -> Iterator[ActorLease]:
+        """Hold the actor's lease. Runs of one actor in this process share it; the last one gives it back."""
+        with self._hosting_lock:
+            lease = fencing.acquire_or_renew_actor_lease(
+                self.db,
+                actor_id,
+                self.process_identity,
+                ttl=timedelta(seconds=self.settings.authority.actor_lease_seconds),
+            )
+            self._hosted[lease.fencing_token] += 1
+        try:
+            yield lease
+        finally:
+            self._give_back(lease)
+
+    def _give_back(self, lease: ActorLease) -> None:
+        with self._hosting_lock:
+            self._hosted[lease.fencing_token] -= 1
+            if self._hosted[lease.fencing_token] > 0:
+                return
+            del self._hosted[lease.fencing_token]
+            try:
+                fencing.release_actor_lease(self.db, lease.actor_id, self.process_identity, lease.fencing_token)
+            except SovereignError as error:  # it runs out by itself; how the run ended is already settled
+                log.warning("lease on %s was not released: %s", lease.actor_id, error)
+
+    def _may_run(self, assignment: Assignment) -> ProviderSettings:
+        """All that can be refused before anything is touched."""
+        workspace.check_policy(assignment.workspace_policy)
+        workspace.check_root(self.root)
+        actor = self._authorize(assignment.actor_id, "execute")
+        return self.settings.providers[actor.provider]
+
+    def _propose(self, assignment: Assignment, attempt: ExecutionAttempt, settings: ProviderSettings) -> Proposal:
+        connection = self.db.connection
+        sow = outcomes.get_sow(connection, assignment.sow_id)
+        outcome = outcomes.get_outcome(connection, sow.outcome_id)
+        envelope = Envelope(
+            assignment_id=assignment.id,
+            attempt_id=attempt.id,
+            actor_id=assignment.actor_id,
+            outcome=OutcomeBrief(id=outcome.id, title=outcome.title, desired_state=outcome.desired_state),
+            sow=SowBrief(id=sow.id, scope=sow.scope, required_effect_kind=sow.required_effect_kind),
+            rulings=tuple(ruling.decision for ruling in outcomes.rulings_of(connection, sow.id)),
+        )
+        return invoke_actor(settings, envelope, workspace.allocate(self.root, attempt.id))
+
+    def _finish(self, attempt: ExecutionAttempt, proposal: Proposal) -> Receipt:
+        """The terminal write, repeated while the ledger is busy: hours of work may hang on it."""
+        receipt = _receipt(attempt, proposal)
+        deadline = monotonic() + ENDED_RUN_PATIENCE_SECONDS
+        while True:
+            try:
+                with self.db.immediate() as connection:
+                    now = self.db.now()
+                    fencing.finish_own_attempt(connection, attempt, receipt, now=now)
+                return replace(receipt, created_at=now)
+            except Contention:
+                if monotonic() > deadline:
+                    raise
+
+    def apply_workspace_policy(self, attempt_id: str, policy: str, receipt: Receipt) -> workspace.Reclaim:
+        """Copy a durable receipt to disk and reclaim the run's folder. Changes no state of the work.
+
+        Only for an attempt that has ended in the ledger. What could not be removed is left for a later tick.
+        """
+        reclaim = workspace.Reclaim("partial", ("receipt.json",))
+        with suppress(OSError):
+            workspace.write_receipt(self.root, attempt_id, journal.receipt_json(receipt))
+            reclaim = workspace.reclaim_workspace(self.root, attempt_id, policy)
+        if reclaim.status != "partial":
+            with self.db.transaction() as connection:
+                fencing.close_workspace(connection, attempt_id)
+        return reclaim
+
+    def record_effect(
+        self, connection: Connection, assignment_id: str, kind: str, detail: dict[str, Any], recorded_by: str
+    ) -> None:
+        """Keep evidence of an effect, in the transaction that makes it. The assignment must be COMPLETED."""
+        assignment = outcomes.get_assignment(connection, assignment_id)
+        if assignment.state is not AssignmentState.COMPLETED:
+            raise IllegalMove(
+                f"No effect of {assignment_id} was recorded.",
+                category="illegal_move",
+                why=f"It is {assignment.state.value}: only completed work has effects.",
+                inspect=f"sovereign-agent inspect {assignment_id}",
+            )
+        now = self.db.now()
+        outcomes.record_evidence(
+            connection,
+            sow_id=assignment.sow_id,
+            assignment_id=assignment_id,
+            kind=kind,
+            detail=detail,
+            recorded_by=recorded_by,
+            now=now,
+        )
+
+    # --- judging ------------------------------------------------------------------------------------------
+
+    def verify_sow(self, sow_id: str, verifier_id: str) -> Verdict:
+        """Check completed work against its receipt: COMPLETED -> VERIFIED, or REJECTED.
+
+        The deliverables must still be what the receipt says they were, and a required effect must be there.
+        """
+        self._authorize(verifier_id, "verify")
+        assignment = self._last_assignment(self.db.connection, sow_id)
+        self._keep_apart(verifier_id, "verify", sow_id, {assignment.actor_id})
+        verdict = self._inspect_work(assignment)
+        with self.db.immediate() as connection:
+            now = self.db.now()
+            sow = outcomes.get_sow(connection, sow_id)
+            kinds = {str(item["kind"]) for item in outcomes.evidence_of(connection, assignment.id)}
+            if verdict.passed and sow.required_effect_kind and sow.required_effect_kind not in kinds:
+                verdict = Verdict(False, f"No evidence of the required effect {sow.required_effect_kind!r}.")
+            to = SowState.VERIFIED if verdict.passed else SowState.REJECTED
+            outcomes.move_sow(connection, sow_id, (SowState.COMPLETED,), to, actor=verifier_id, now=now)
+            outcomes.record_verification(
+                connection,
+                subject=sow_id,
+                assignment_id=assignment.id,
+                verifier=verifier_id,
+                passed=verdict.passed,
+                reason=verdict.reason,
+                detail=verdict.detail,
+                now=now,
+            )
+        return verdict
+
+    def verify_outcome(self, outcome_id: str, verifier_id: str) -> list[tuple[str, Verdict]]:
+        """Run an outcome's checks and record what they found. Moves nothing: `accept` runs them again."""
+        self._authorize(verifier_id, "verify")
+        with self.db.immediate() as connection:
+            outcome = outcomes.get_outcome(connection, outcome_id)
+            verdicts = self._run_checks(connection, outcome)
+        with self.db.transaction() as connection:
+            failed = [f"{name}: {verdict.reason}" for name, verdict in verdicts if not verdict.passed]
+            outcomes.record_verification(
+                connection,
+                subject=outcome_id,
+                assignment_id="",
+                verifier=verifier_id,
+                passed=not failed,
+                reason="; ".join(failed) or "every check holds",
+                detail={name: verdict.detail for name, verdict in verdicts},
+                now=self.db.now(),
+            )
+        return verdicts
+
+    def review(self, sow_id: str, reviewer_id: str, *, approve: bool = True, note: str = "") -> Sow:
+        """Approve or reject verified work: VERIFIED -> APPROVED | REJECTED.
+
+        Raises PolicyRefusal: ``self_approval`` when the reviewer planned, assigned or did any of it.
+        """
+        self._authorize(reviewer_id, "review")
+        with self.db.immediate() as connection:
+            sow = outcomes.get_sow(connection, sow_id)
+            tries = outcomes.assignments_of(connection, sow_id)
+            hands = {sow.created_by} | {a.actor_id for a in tries} | {a.planner_id for a in tries}
+            self._keep_apart(reviewer_id, "review", sow_id, hands)
+            now = self.db.now()
+            assignment = self._last_assignment(connection, sow_id)
+            to = SowState.APPROVED if approve else SowState.REJECTED
+            outcomes.move_sow(connection, sow_id, (SowState.VERIFIED,), to, actor=reviewer_id, now=now)
+            outcomes.record_review(
+                connection,
+                sow_id=sow_id,
+                assignment_id=assignment.id,
+                reviewer=reviewer_id,
+                approved=approve,
+                note=note,
+                now=now,
+            )
+            return outcomes.get_sow(connection, sow_id)
+
+    def accept(self, outcome_id: str, accepter_id: str) -> Outcome:
+        """Accept an outcome whose work is all approved: READY -> ACCEPTED.
+
+        Its checks run again, inside the accepting transaction: what was true at the review may not be now.
+        Raises PolicyRefusal (``authority_refusal``, ``self_approval``, ``condition_not_met``), IllegalMove.
+        """
+        self._authorize(accepter_id, "accept")
+        with self.db.immediate() as connection:
+            outcome = outcomes.lock_outcome(connection, outcome_id)
+            hands = outcomes.hands_on_outcome(connection, outcome_id)
+            self._keep_apart(accepter_id, "accept", outcome_id, hands["executed"] | hands["reviewed"])
+            verdicts = self._run_checks(connection, outcome)
+            failed = [f"{name}: {verdict.reason}" for name, verdict in verdicts if not verdict.passed]
+            if failed:
+                raise PolicyRefusal(
+                    f"Outcome {outcome_id} was not accepted.",
+                    category="condition_not_met",
+                    why="; ".join(failed),
+                    inspect=f"sovereign-agent inspect {outcome_id}",
+                )
+            detail = {name: verdict.detail for name, verdict in verdicts}
+            outcomes.accept_outcome(connection, outcome_id, accepter=accepter_id, detail=detail, now=self.db.now())
+            return outcomes.get_outcome(connection, outcome_id)
+
+    def rule(self, sow_id: str, decision: str, principal_id: str) -> Ruling:
+        """Decide what blocked, failed or rejected work could not: it becomes READY, and the decision goes into
+        every later envelope."""
+        self._authorize(principal_id, "rule")
+        with self.db.immediate() as connection:
+            now = self.db.now()
+            stuck = (SowState.BLOCKED, SowState.FAILED, SowState.REJECTED)
+            outcomes.move_sow(connection, sow_id, stuck, SowState.READY, actor=principal_id, now=now)
+            return outcomes.record_ruling(
+                connection, sow_id=sow_id, decision=_text(decision, "decision"), principal=principal_id, now=now
+            )
+
+    def rebind_actor(self, actor_id: str, provider: str, authority_id: str) -> None:
+        """Let another provider work for an actor, in `sovereign.toml`, and note who decided so."""
+        self._authorize(authority_id, "rebind")
+        configuration.set_actor_provider(self.root, actor_id, provider)
+        self.settings = configuration.load(self.root)
+        with self.db.transaction() as connection:
+            journal.record(
+                connection,
+                "actor.rebound",
+                actor_id,
+                actor=authority_id,
+                at=self.db.now(),
+                detail={"provider": provider},
+            )
+
+    # --- mail and looking ---------------------------------------------------------------------------------
+
+    def send(self, sender: str, recipient: str, subject: str, body: str) -> Message:
+        """Put a message into a declared actor's mailbox."""
+        for actor_id in (sender, recipient):
+            self.settings.actor(actor_id)
+        return relay.send(self.db, sender, recipient, subject, body)
+
+    def inbox(self, actor_id: str) -> list[Message]:
+        """What an actor may claim now."""
+        self.settings.actor(actor_id)
+        return relay.inbox(self.db, actor_id)
+
+    def status_text(self) -> str:
+        """Every open outcome and its work, a line each."""
+        lines: list[str] = []
+        connection = self.db.connection
+        for outcome in outcomes.open_outcomes(connection):
+            lines.append(f"{outcome.state:<9} {outcome.id}  {outcome.title}")
+            for sow in outcomes.sows_of(connection, outcome.id):
+                lines.append(f"  {sow.state:<9} {sow.id}  {sow.scope}")
+                for assignment in outcomes.assignments_of(connection, sow.id):
+                    lines.append(f"    {assignment.state:<9} {assignment.id}  {assignment.actor_id}")
+        return "\n".join(lines) or "No open outcome."
+
+    # --- rules --------------------------------------------------------------------------------------------
+
+    def _authorize(self, actor_id: str, act: Act) -> ActorSettings:
+        actor = self.settings.actor(actor_id)
+        if act not in actor.authority:
+            raise _forbidden(
+                f"{actor_id} may not {act.replace('_', ' ')}.",
+                f"Its authority in sovereign.toml is {', '.join(actor.authority)}.",
+            )
+        return actor
+
+    def _keep_apart(self, actor_id: str, act: str, subject: str, hands: set[str]) -> None:
+        if actor_id in hands:
+            raise PolicyRefusal(
+                f"{actor_id} may not {act} {subject}.",
+                category="self_approval",
+                why="The ledger shows that it has had a hand in this work, and nobody judges its own.",
+                inspect=f"sovereign-agent inspect {subject}",
+                next_command=f"let another actor {act} it",
+            )
+
+    def _last_assignment(self, connection: Connection, sow_id: str) -> Assignment:
+        outcomes.get_sow(connection, sow_id)
+        tries = outcomes.assignments_of(connection, sow_id)
+        if not tries:
+            raise IllegalMove(f"{sow_id} was never assigned.", category="illegal_move", why="There is no work to judge.")
+        return tries[-1]
+
+    def _inspect_work(self, assignment: Assignment) -> Verdict:
+        receipts = journal.receipts_of(self.db.connection, assignment.id)
+        if not receipts or receipts[-1].status is not ReceiptStatus.COMPLETED:
+            return Verdict(False, f"Assignment {assignment.id} has no completed receipt.")
+        declared = {str(d["name"]): str(d["sha256"]) for d in receipts[-1].detail.get("deliverables", [])}
+        folder = workspace.locate(self.root, receipts[-1].attempt_id)
+        try:
+            found = {d.name: d.sha256 for d in workspace.collect_deliverables(folder, sorted(declared))}
+        except (PolicyRefusal, OSError) as error:
+            return Verdict(False, f"A deliverable cannot be read: {error}")
+        changed = sorted(name for name, digest in declared.items() if found[name] != digest)
+        if changed:
+            return Verdict(False, f"Changed since the receipt: {', '.join(changed)}.", {"changed": changed})
+        return Verdict(True, f"{len(declared)} deliverable(s) are what the receipt says.", {"deliverables": declared})
+
+    def _known_check(self, name: str) -> str:
+        if name not in self.settings.checks:
+            raise IllegalMove(
+                f"There is no check {name!r}.",
+                category="unknown_check",
+                why=f"[checks] in sovereign.toml has: {', '.join(self.settings.checks) or 'none'}.",
+                next_command=f'add {name} = "package.module:function" under [checks]',
+            )
+        return self.settings.checks[name]
+
+    def _run_checks(self, connection: Connection, outcome: Outcome) -> list[tuple[str, Verdict]]:
+        """Every check in turn, up to the first that raises: it may have taken the transaction with it."""
+        verdicts: list[tuple[str, Verdict]] = []
+        for name in outcome.checks:
+            check = resolve_reference(self._known_check(name), self.root)
+            try:
+                verdicts.append((name, check(connection, outcome)))
+            except Exception as error:
+                verdicts.append((name, Verdict(False, f"the check itself failed: {type(error).__name__}: {error}")))
+                break
+        return verdicts
+
+
+def _receipt(attempt: ExecutionAttempt, proposal: Proposal) -> Receipt:
+    detail = dict(proposal.detail)
+    detail["fencing_token"] = attempt.fencing_token
+    detail["deliverables"] = [{"name": d.name, "size": d.size, "sha256": d.sha256} for d in proposal.deliverables]
+    if proposal.report and proposal.report.proposal is not None:
+        detail["proposal"] = proposal.report.proposal
+    if proposal.report and proposal.report.question:
+        detail["question"] = proposal.report.question
+    return Receipt(
+        id=new_id("rcp"),
+        assignment_id=attempt.assignment_id,
+        attempt_id=attempt.id,
+        actor_id=attempt.actor_id,
+        status=proposal.status,
+        failure_category=proposal.failure_category,
+        summary=proposal.summary,
+        detail=detail,
+    )
+
+
+def _failed(category: str, summary: str) -> Proposal:
+    return Proposal(ReceiptStatus.FAILED, category, summary, None)
+
+
+def _require_open(outcome: Outcome, *, also: tuple[OutcomeState, ...] = ()) -> None:
+    if outcome.state not in OPEN_OUTCOME + also:
+        raise IllegalMove(
+            f"Outcome {outcome.id} takes no work now.",
+            category="illegal_move",
+            why=f"It is {outcome.state.value}.",
+            inspect=f"sovereign-agent inspect {outcome.id}",
+            next_command="sovereign-agent outcome activate" if outcome.state is OutcomeState.DRAFT else "",
+        )
+
+
+def _forbidden(happened: str, why: str) -> PolicyRefusal:
+    return PolicyRefusal(happened, category="authority_refusal", why=why, inspect="sovereign-agent actor list")
+
+
+def _ended(assignment: Assignment) -> IllegalMove:
+    return IllegalMove(
+        f"Assignment {assignment.id} was not canceled.",
+        category="illegal_move",
+        why=f"It has ended: {assignment.state.value}.",
+        inspect=f"sovereign-agent inspect {assignment.id}",
+    )
+
+
+def _role(role: Role | str) -> Role:
+    try:
+        return Role(role)
+    except ValueError as error:
+        raise IllegalMove(f"There is no role {role!r}.", category="unknown_role", why=f"Known: {', '.join(Role)}.") from error
+
+
+def _text(value: str, what: str) -> str:
+    if value.strip() and len(value) <= 4000:
+        return value
+    raise IllegalMove(
+        f"The {what} cannot be recorded.", category="invalid_text", why="It must have 1 to 4000 characters."
+    )
