@@ -40,11 +40,15 @@ torture: $(READY) ## kill real workers at random moments and look for lies; ARGS
 mutate: $(READY) ## revert each decisive line in a copy and require that its test goes red; ARGS="--only relay"
 	$(PY) scripts/mutate.py $(ARGS)
 
+# The shop's demo runs twice on one root: the second run meets whatever the first one left held.
 verify: check test ## all of it: check, test, the curriculum, and the command line as the documents use it
 	$(PY) scripts/verify_curriculum.py
-	@root=$$(mktemp -d) && trap 'rm -rf "$$root"' EXIT && set -ex && \
-	$(VENV)/bin/sovereign-agent init --root "$$root" && \
-	$(VENV)/bin/sovereign-agent supervisor --root "$$root" --once
+	@box=$$(mktemp -d) && trap 'rm -rf "$$box"' EXIT && set -ex && \
+	$(VENV)/bin/sovereign-agent init --root "$$box/organization" && \
+	$(VENV)/bin/sovereign-agent doctor --root "$$box/organization" && \
+	$(VENV)/bin/sovereign-agent supervisor --root "$$box/organization" --once && \
+	$(VENV)/bin/sovereign-agent demo store --mode simulated --root "$$box/shop" && \
+	$(VENV)/bin/sovereign-agent demo store --mode simulated --root "$$box/shop"
 
 bench: $(READY) ## measure; ARGS go to the tool
 	$(PY) benchmarks/run.py $(ARGS)

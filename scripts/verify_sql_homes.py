@@ -4,7 +4,8 @@ The schema names a home over each table (``-- home: module``). In src/sovereign_
 the table's rows, and only a home may read any. Everywhere in src, text that is put together at run time is no SQL,
 a driver is imported and a transaction is opened or ended only where the ledger lives, and a script of statements is
 never run, because it commits behind the caller's back. storage/ alone may put schema statements together: it turns
-the one text into each engine's own. testing/ may read anything, because a witness must not ask the accused.
+the one text into each engine's own. testing/ and the crash demo may read anything, because a witness must not ask
+the accused.
 
 It reads literals, so SQL that reaches ``execute`` as a parameter is judged where its text stands.
 """
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 PACKAGE = Path("src/sovereign_agent")
 DRIVERS = {"psycopg", "sqlite3"}
-READERS = {"console.queries"}  # on a read-only connection
+READERS = {"commands.crash", "console.queries"}
 NAME = r"""(?:\w+\.)?["`]?(\w+)["`]?"""
 CREATES = re.compile(rf"\bCREATE\s+TABLE\s+(?:IF\s+NOT\s+EXISTS\s+)?{NAME}", re.IGNORECASE)
 HOME = re.compile(r"^--\s*home:\s*([\w.]+)\s*$")

@@ -1,14 +1,21 @@
-"""What several test files need: real processes at one barrier, and waiting with a deadline."""
+"""What several test files need: real processes at one barrier or killed at a statement, waiting with a deadline."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from sovereign_agent import journal, outcomes
+from sovereign_agent.clock import Clock
+from sovereign_agent.database import Connection, Database, Result, Value
 from sovereign_agent.errors import SovereignError
+from sovereign_agent.records import Assignment, Role, SowState
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["psycopg", "sovereign_agent.database", "sovereign_agent.relay"])
@@ -60,3 +67,126 @@ def _behind_the_barrier(barrier: Any, answers: Any, act: Callable[..., Any], num
         answers.put(("done", error.category or type(error).__name__))
     except BaseException:
         answers.put(("broken", traceback.format_exc()))
+
+
+def answer(act: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """What an act says: ``done``, or the category of its refusal."""
+    try:
+        act(*args, **options)
+    except SovereignError as error:
+        return error.category or type(error).__name__
+    return "done"
+
+
+def killed_after_statement(number: int, act: Callable[..., Any], *args: Any, within: float = 60.0) -> bool:
+    """Run ``act(*args)`` in a real process that SIGKILLs itself right after its `number`-th ledger statement.
+
+    Counted from the first statement that opens a transaction; opening and committing count as well. True when it was
+    killed, False when it had ended before: let `number` rise until then, and every place to die has been tried.
+    """
+    child = _processes.Process(target=_dying, args=(number, act, args))
+    child.start()
+    child.join(within)
+    if child.is_alive():
+        child.kill()
+        child.join()
+        raise AssertionError(f"{act} had not ended after {within} s")
+    assert child.exitcode in (0, -signal.SIGKILL), f"{act} ended with {child.exitcode}; its traceback is on stderr"
+    return child.exitcode != 0
+
+
+def _dying(number: int, act: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    begin = Connection.begin
+    seen: list[Callable[..., Any]] = []
+
+    def counted(statement: Callable[..., Any]) -> Callable[..., Any]:
+        def run(connection: Connection, *arguments: Any, **options: Any) -> Any:
+            result = statement(connection, *arguments, **options)
+            if seen or statement is begin:
+                seen.append(statement)
+            if len(seen) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return run
+
+    for name in ("begin", "execute", "commit"):
+        setattr(Connection, name, counted(getattr(Connection, name)))
+    act(*args)
+
+
+@contextmanager
+def hook_after(connection: Connection, fragment: str, action: Callable[[], Any]) -> Iterator[None]:
+    """Call `action` once, right after this connection has run its first statement that contains `fragment`."""
+    execute = connection.execute
+    waiting = [action]
+
+    def run(sql: str, params: Sequence[Value] = ()) -> Result:
+        result = execute(sql, params)
+        if fragment in sql and waiting:
+            waiting.pop()()
+        return result
+
+    connection.execute = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del connection.execute
+    assert not waiting, f"no statement contained {fragment!r}"
+
+
+def new_assignment(db: Database, actor_id: str = "operator", *, clock: Clock | None = None) -> Assignment:
+    """A CREATED assignment with all that it stands on, made at ledger level."""
+    with db.immediate() as connection:
+        now = db.now(clock)
+        outcome = outcomes.create_outcome(
+            connection, title="t", desired_state="d", checks=[], owner="owner", subject="", now=now
+        )
+        outcomes.activate_outcome(connection, outcome.id, actor="owner", now=now)
+        sow = outcomes.create_sow(
+            connection,
+            outcome_id=outcome.id,
+            scope="s",
+            role=Role.OPERATOR,
+            created_by="master",
+            required_effect_kind=None,
+            now=now,
+        )
+        outcomes.move_sow(connection, sow.id, (SowState.DRAFT,), SowState.READY, actor="master", now=now)
+        return outcomes.create_assignment(
+            connection,
+            sow_id=sow.id,
+            actor_id=actor_id,
+            planner_id="master",
+            workspace_policy="temporary_directory",
+            now=now,
+        )
+
+
+def ledger_facts(db: Database, assignment_id: str) -> dict[str, Any]:
+    """What the ledger says about one run, without ids, so that two runs can be compared.
+
+    ``pointer`` is the status of the attempt that the assignment points at, None without one, "missing" where the id
+    names no attempt. Attempts and their receipts stand in the order of their tokens.
+    """
+    connection = db.connection
+    assignment = outcomes.get_assignment(connection, assignment_id)
+    attempts = connection.execute(
+        """
+        SELECT e.id, e.status, r.status, r.failure_category
+          FROM execution_attempts e LEFT JOIN receipts r ON r.attempt_id = e.id
+         WHERE e.assignment_id = ? ORDER BY e.fencing_token
+        """,
+        (assignment_id,),
+    ).fetchall()
+    statuses = {row[0]: row[1] for row in attempts}
+    pointer = assignment.current_execution_attempt
+    return {
+        "assignment": assignment.state.value,
+        "sow": outcomes.get_sow(connection, assignment.sow_id).state.value,
+        "pointer": statuses.get(pointer, "missing") if pointer else None,
+        "attempts": [row[1] for row in attempts],
+        "receipts": [(row[2], row[3]) if row[2] else None for row in attempts],
+        "events": [event.kind for event in journal.events_of(connection, assignment_id)],
+        "sow_events": [event.kind for event in journal.events_of(connection, assignment.sow_id)],
+    }

@@ -59,7 +59,7 @@ def _without_password(url: str) -> str:
     parts = urlsplit(url)
     if url and parts.scheme not in ("postgresql", "postgres"):
         raise ValueError("a ledger URL begins with postgresql://")
-    if parts.password is not None or any(key == "password" for key, _ in parse_qsl(parts.query)):
+    if parts.password or any(key in ("password", "sslpassword") for key, _ in parse_qsl(parts.query)):
         raise ValueError("a password stands in the URL: put it in ~/.pgpass or in PGPASSWORD")
     return url
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from sovereign_agent import journal, outcomes
-from sovereign_agent.clock import Clock, micros, moment
+from sovereign_agent.clock import EPOCH, Clock, micros, moment
 from sovereign_agent.database import Connection, Database, Row
 from sovereign_agent.errors import AlreadyHeld, AuthorityLost, ConstraintBroken
 from sovereign_agent.records import (
@@ -64,8 +64,10 @@ def new_process_identity() -> str:
 
 
 def next_token(connection: Connection) -> int:
-    """Mint the next fencing token. It holds the counter's row until the caller's transaction ends, so that
-    whoever comes later gets the greater token."""
+    """Mint the next fencing token.
+
+    It holds the counter's row until the caller's transaction ends: whoever comes later gets the greater token.
+    """
     row = connection.execute("UPDATE lease_tokens SET value = value + 1 WHERE id = 1 RETURNING value").fetchone()
     if row is None:
         raise ConstraintBroken("The token counter is gone.", category="counter_missing", inspect="table lease_tokens")
@@ -98,13 +100,14 @@ def acquire_actor_lease(
             ON CONFLICT (actor_id) DO UPDATE
                SET process_identity = excluded.process_identity, fencing_token = excluded.fencing_token,
                    acquired_at = excluded.acquired_at, expires_at = excluded.expires_at
-             WHERE actor_leases.expires_at <= ?
+             WHERE actor_leases.expires_at <= ? AND actor_leases.expires_at >= 0
+            RETURNING *
             """,
             (actor_id, process_identity, token, micros(now), micros(now + ttl), micros(now)),
-        )
-        if taken.rowcount != 1:
-            raise _lease_held(connection, actor_id, now)
-        return _lease_of(connection, actor_id)
+        ).fetchone()
+        if taken is None:
+            raise _lease_held(connection, actor_id)
+        return _lease(taken)
 
 
 def renew_actor_lease(
@@ -127,12 +130,13 @@ def renew_actor_lease(
             """
             UPDATE actor_leases SET expires_at = ?
              WHERE actor_id = ? AND process_identity = ? AND fencing_token = ? AND expires_at > ?
+            RETURNING *
             """,
             (micros(now + ttl), actor_id, process_identity, fencing_token, micros(now)),
-        )
-        if renewed.rowcount != 1:
+        ).fetchone()
+        if renewed is None:
             raise _lease_lost(actor_id, fencing_token)
-        return _lease_of(connection, actor_id)
+        return _lease(renewed)
 
 
 def acquire_or_renew_actor_lease(
@@ -154,8 +158,10 @@ def acquire_or_renew_actor_lease(
 
 
 def release_actor_lease(db: Database, actor_id: str, process_identity: str, fencing_token: int) -> bool:
-    """Give an actor back. False, and nothing changed, when the lease has passed to another, or when an
-    ACTIVE attempt still stands on it."""
+    """Give an actor back.
+
+    False, and nothing changed, when the lease is not this one any more, or an ACTIVE attempt still stands on it.
+    """
     with db.transaction() as connection:
         return release_lease(connection, actor_id, process_identity, fencing_token)
 
@@ -183,8 +189,10 @@ def current_actor_lease(db: Database, actor_id: str) -> ActorLease | None:
 
 
 def expired_actor_leases(db: Database, clock: Clock | None = None, *, limit: int = 1000) -> list[ActorLease]:
-    """The leases that have run out and that nobody has taken, the longest over first. Changes nothing:
-    running out is no fault, it only makes the actor free to take."""
+    """The leases that have run out and that nobody has taken, the longest over first.
+
+    Changes nothing: running out is no fault, it only makes the actor free to take.
+    """
     rows = db.connection.execute(
         "SELECT * FROM actor_leases WHERE expires_at <= ? ORDER BY expires_at LIMIT ?", (micros(db.now(clock)), limit)
     )
@@ -209,7 +217,7 @@ def acquire_execution_attempt(
 
     The lease is verified again here, with its row locked: the caller's own acquisition may be history by now.
     An attempt that has run out is taken over; it is closed with its own ``worker_lost`` receipt in the same
-    transaction. `maximum` bounds all later renewals. (Unit 8, Property 2)
+    transaction. No renewal holds it beyond `maximum` from now. (Unit 8, Property 2)
 
     Raises AuthorityLost (``actor_lease_lost``), AlreadyHeld (``execution_attempt_held``), IllegalMove,
     Refusal (``assignment_missing``).
@@ -221,9 +229,8 @@ def acquire_execution_attempt(
         now = db.now(clock)
         if not _is_current(lease, process_identity, actor_lease_fencing_token, now):
             raise _lease_lost(actor_id, actor_lease_fencing_token)
-        if held and held.expires_at > now:
-            raise _attempt_held(held, now)
-        deadline = now + max(ttl, maximum)
+        if held and not EPOCH <= held.expires_at <= now:
+            raise _attempt_held(held)
         attempt = ExecutionAttempt(
             id=new_id("att"),
             assignment_id=assignment_id,
@@ -232,18 +239,17 @@ def acquire_execution_attempt(
             fencing_token=token,
             actor_lease_fencing_token=actor_lease_fencing_token,
             status=AttemptStatus.ACTIVE,
-            acquired_at=moment(micros(now)),
-            expires_at=moment(micros(now + ttl)),
-            deadline=moment(micros(deadline)),
+            acquired_at=now,
+            expires_at=now + min(ttl, maximum),
+            deadline=now + maximum,
         )
         if held:
-            _close_attempt(connection, held, AttemptStatus.RECOVERED)
+            _close_attempt(connection, held.id, AttemptStatus.RECOVERED)
+            _record_end(connection, held, lost_receipt(held), now, "assignment.recovered")
             outcomes.hand_over_assignment(connection, assignment_id, actor_id, held.id, attempt.id, now=now)
-            _record_end(connection, held, AttemptStatus.RECOVERED, lost_receipt(held), now)
         else:
             outcomes.start_assignment(connection, assignment_id, actor_id, attempt.id, now=now)
-        _insert_attempt(connection, attempt)
-    return attempt
+        return _insert_attempt(connection, attempt)
 
 
 def active_attempt(connection: Connection, assignment_id: str) -> ExecutionAttempt | None:
@@ -271,27 +277,19 @@ def renew_execution_attempt(
     with db.transaction() as connection:
         connection.execute("SELECT 1 FROM execution_attempts WHERE id = ? <for update>", (attempt_id,))
         now = db.now(clock)
+        until = micros(now + ttl)
         renewed = connection.execute(
             """
             UPDATE execution_attempts SET expires_at = CASE WHEN deadline < ? THEN deadline ELSE ? END
              WHERE id = ? AND assignment_id = ? AND process_identity = ? AND fencing_token = ?
                AND status = 'ACTIVE' AND expires_at > ?
+            RETURNING *
             """,
-            (
-                micros(now + ttl),
-                micros(now + ttl),
-                attempt_id,
-                assignment_id,
-                process_identity,
-                fencing_token,
-                micros(now),
-            ),
-        )
-        if renewed.rowcount != 1:
+            (until, until, attempt_id, assignment_id, process_identity, fencing_token, micros(now)),
+        ).fetchone()
+        if renewed is None:
             raise attempt_lost(assignment_id, attempt_id)
-        row = connection.execute("SELECT * FROM execution_attempts WHERE id = ?", (attempt_id,)).fetchone()
-        assert row is not None
-        return _attempt(row)
+        return _attempt(renewed)
 
 
 def verify_execution_attempt(db: Database, assignment_id: str, attempt_id: str) -> bool:
@@ -315,17 +313,12 @@ def release_execution_attempt(
 
     False, and nothing changed, when `attempt_id` is not the assignment's current attempt.
     """
+    # The attempt's row before its assignment's, as everywhere: two enders must wait, not deadlock.
+    connection.execute("SELECT 1 FROM execution_attempts WHERE id = ? <for update>", (attempt_id,))
     at = now or connection.now()
     if not outcomes.stop_assignment(connection, assignment_id, attempt_id, becomes, now=at):
         return False
-    row = connection.execute("SELECT * FROM execution_attempts WHERE id = ?", (attempt_id,)).fetchone()
-    if row is None:
-        raise ConstraintBroken(
-            f"Assignment {assignment_id} points at an attempt that is not there.",
-            category="attempt_missing",
-            inspect=f"sovereign-agent inspect {assignment_id}",
-        )
-    _close_attempt(connection, _attempt(row), status)
+    _close_attempt(connection, attempt_id, status)
     return True
 
 
@@ -348,7 +341,8 @@ def end_attempt(
         connection, attempt.assignment_id, attempt.id, status, becomes=becomes or assignment_state, now=now
     ):
         return False
-    _record_end(connection, attempt, status, receipt, now)
+    recovered = ["assignment.recovered"] * (status is AttemptStatus.RECOVERED)
+    _record_end(connection, attempt, receipt, now, "assignment.finished", *recovered)
     sow_id = outcomes.get_assignment(connection, attempt.assignment_id).sow_id
     outcomes.move_sow(connection, sow_id, (SowState.RUNNING,), sow_state, actor=attempt.actor_id, now=now)
     return True
@@ -358,14 +352,15 @@ def finish_own_attempt(connection: Connection, attempt: ExecutionAttempt, receip
     """The terminal write of the process that ran the assignment.
 
     Raises AuthorityLost: ``execution_attempt_lost`` when another attempt, or none, is current;
-    ``actor_lease_lost`` when the actor's lease has passed to a greater token. Expiry alone refuses nothing.
+    ``actor_lease_lost`` when the actor's lease has passed to a greater token, and also when there is none: it is
+    never released under an ACTIVE attempt, so somebody took it over and gave it back. Expiry alone refuses nothing.
     """
     lease = connection.execute(
         "SELECT fencing_token FROM actor_leases WHERE actor_id = ? <for share>", (attempt.actor_id,)
     ).fetchone()
     if not end_attempt(connection, attempt, AttemptStatus.DONE, receipt, now=now):
         raise attempt_lost(attempt.assignment_id, attempt.id)
-    if lease and lease["fencing_token"] > attempt.actor_lease_fencing_token:
+    if lease is None or lease["fencing_token"] > attempt.actor_lease_fencing_token:
         raise _lease_lost(attempt.actor_id, attempt.actor_lease_fencing_token)
 
 
@@ -382,7 +377,8 @@ def expired_attempts(
     """`expired_execution_attempts` inside the caller's transaction, without the ids in `skipping`."""
     rows = connection.execute(
         """
-        SELECT e.* FROM execution_attempts e JOIN assignments a ON a.current_execution_attempt = e.id
+        SELECT e.* FROM execution_attempts e
+          JOIN assignments a ON a.id = e.assignment_id AND a.current_execution_attempt = e.id
          WHERE e.status = 'ACTIVE' AND e.expires_at <= ? ORDER BY e.expires_at LIMIT ?
         """,
         (micros(now), limit + len(skipping)),
@@ -420,8 +416,10 @@ def lost_receipt(attempt: ExecutionAttempt) -> Receipt:
 
 
 def attempts_to_reclaim(connection: Connection, *, after: str, limit: int) -> list[tuple[str, str]]:
-    """(attempt id, workspace policy) of ended attempts whose workspace nobody has dealt with yet, by id, a page
-    at a time: `after` is the last id of the page before, or empty."""
+    """(attempt id, workspace policy) of ended attempts whose workspace nobody has dealt with yet, by id.
+
+    A page at a time: `after` is the last id of the page before, or empty.
+    """
     rows = connection.execute(
         """
         SELECT e.id, a.workspace_policy FROM execution_attempts e JOIN assignments a ON a.id = e.assignment_id
@@ -442,12 +440,13 @@ def close_workspace(connection: Connection, attempt_id: str) -> None:
 # --- helpers ----------------------------------------------------------------------------------------------
 
 
-def _insert_attempt(connection: Connection, attempt: ExecutionAttempt) -> None:
-    connection.execute(
+def _insert_attempt(connection: Connection, attempt: ExecutionAttempt) -> ExecutionAttempt:
+    inserted = connection.execute(
         """
         INSERT INTO execution_attempts (id, assignment_id, actor_id, process_identity, fencing_token,
                                         actor_lease_fencing_token, status, acquired_at, expires_at, deadline)
         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+        RETURNING *
         """,
         (
             attempt.id,
@@ -462,33 +461,31 @@ def _insert_attempt(connection: Connection, attempt: ExecutionAttempt) -> None:
             micros(attempt.deadline),
         ),
     )
+    return _attempt(inserted.rows[0])
 
 
-def _close_attempt(connection: Connection, attempt: ExecutionAttempt, status: AttemptStatus) -> None:
+def _close_attempt(connection: Connection, attempt_id: str, status: AttemptStatus) -> None:
     closed = connection.execute(
-        "UPDATE execution_attempts SET status = ? WHERE id = ? AND status = 'ACTIVE'", (status, attempt.id)
+        "UPDATE execution_attempts SET status = ? WHERE id = ? AND status = 'ACTIVE'", (status, attempt_id)
     )
     if closed.rowcount != 1:
         raise ConstraintBroken(
-            f"Attempt {attempt.id} is the current one of its assignment and yet not ACTIVE.",
+            f"Attempt {attempt_id} is the current one of its assignment and yet not ACTIVE.",
             category="attempt_not_active",
-            inspect=f"sovereign-agent inspect {attempt.assignment_id}",
+            inspect="sovereign-agent doctor",
         )
 
 
-def _record_end(
-    connection: Connection, attempt: ExecutionAttempt, status: AttemptStatus, receipt: Receipt, now: datetime
-) -> None:
-    journal.write_receipt(connection, receipt, at=now)
+def _record_end(connection: Connection, attempt: ExecutionAttempt, receipt: Receipt, at: datetime, *kinds: str) -> None:
+    journal.write_receipt(connection, receipt, at=at)
     detail = {
         "attempt_id": attempt.id,
         "receipt_id": receipt.id,
         "status": receipt.status.value,
         "failure_category": receipt.failure_category,
     }
-    kinds = ["assignment.finished"] + ["assignment.recovered"] * (status is AttemptStatus.RECOVERED)
     for kind in kinds:
-        journal.record(connection, kind, attempt.assignment_id, actor=attempt.actor_id, at=now, detail=detail)
+        journal.record(connection, kind, attempt.assignment_id, actor=attempt.actor_id, at=at, detail=detail)
 
 
 def _is_current(lease: Row | None, process_identity: str, fencing_token: int, now: datetime) -> bool:
@@ -500,24 +497,24 @@ def _is_current(lease: Row | None, process_identity: str, fencing_token: int, no
     )
 
 
-def _lease_held(connection: Connection, actor_id: str, now: datetime) -> AlreadyHeld:
-    holder = _lease_of(connection, actor_id)
-    left = max(0, int((holder.expires_at - now).total_seconds()))
+def _lease_held(connection: Connection, actor_id: str) -> AlreadyHeld:
+    row = connection.execute("SELECT * FROM actor_leases WHERE actor_id = ?", (actor_id,)).fetchone()
+    assert row is not None  # the statement that was refused has locked it
+    held = _lease(row)
     return AlreadyHeld(
         f"Actor {actor_id} was not leased.",
         category="actor_lease_held",
-        why=f"Process {holder.process_identity} hosts it for another {left} s (token {holder.fencing_token}).",
+        why=f"Process {held.process_identity} hosts it until {held.expires_at} (token {held.fencing_token}).",
         inspect="sovereign-agent actor list",
         next_command="wait for that process to end, or for its lease to run out, and repeat the command",
     )
 
 
-def _attempt_held(held: ExecutionAttempt, now: datetime) -> AlreadyHeld:
-    left = max(0, int((held.expires_at - now).total_seconds()))
+def _attempt_held(held: ExecutionAttempt) -> AlreadyHeld:
     return AlreadyHeld(
         f"Assignment {held.assignment_id} was not started.",
         category="execution_attempt_held",
-        why=f"Attempt {held.id} of process {held.process_identity} runs it, for another {left} s at least.",
+        why=f"Attempt {held.id} of process {held.process_identity} runs it until {held.expires_at} at least.",
         inspect=f"sovereign-agent inspect {held.assignment_id}",
         next_command="wait, or revoke it: sovereign-agent cancel " + held.assignment_id,
     )
@@ -542,13 +539,6 @@ def attempt_lost(assignment_id: str, attempt_id: str) -> AuthorityLost:
         inspect=f"sovereign-agent inspect {assignment_id}",
         next_command="assign the work again: sovereign-agent assign",
     )
-
-
-def _lease_of(connection: Connection, actor_id: str) -> ActorLease:
-    row = connection.execute("SELECT * FROM actor_leases WHERE actor_id = ?", (actor_id,)).fetchone()
-    if row is None:
-        raise ConstraintBroken(f"The lease on {actor_id} was neither written nor found.", category="lease_missing")
-    return _lease(row)
 
 
 def _lease(row: Row) -> ActorLease:

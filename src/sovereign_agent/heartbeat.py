@@ -56,10 +56,13 @@ def record_heartbeat(org: Organization, source: str = "cli", *, clock: Clock | N
 def heartbeat_status(
     org: Organization, stale_after_seconds: float = 900, *, clock: Clock | None = None
 ) -> HeartbeatStatus:
-    """Judge the newest beat: ALIVE while it is younger than `stale_after_seconds`."""
+    """Judge the newest beat: ALIVE while it lies less than `stale_after_seconds` from now.
+
+    In either direction: after the clock was set back, a beat from far ahead says nothing about now.
+    """
     row = org.db.connection.execute("SELECT * FROM heartbeats ORDER BY seq DESC LIMIT 1").fetchone()
     if row is None:
         return HeartbeatStatus(Verdict.NO_BEATS, None, None, "", "")
     age = (org.db.now(clock) - moment(row["at"])).total_seconds()
-    verdict = Verdict.ALIVE if age < stale_after_seconds else Verdict.STALE
+    verdict = Verdict.ALIVE if abs(age) < stale_after_seconds else Verdict.STALE
     return HeartbeatStatus(verdict, moment(row["at"]), age, row["source"], row["process_identity"])

@@ -101,6 +101,9 @@ class ReceiptStatus(StrEnum):
 ASSIGNABLE_SOW_STATES = (SowState.READY, SowState.FAILED, SowState.BLOCKED, SowState.REJECTED)
 """The states from which an explicit `assign` may start (or start again)."""
 
+TURNING_SOW_STATES = (SowState.APPROVED, SowState.REJECTED, SowState.BLOCKED, SowState.FAILED, SowState.CANCELED)
+"""The states whose coming or going can change an outcome's projection; between all others it stays ACTIVE."""
+
 AFTER_RECEIPT: dict[ReceiptStatus, tuple[AssignmentState, SowState]] = {
     ReceiptStatus.COMPLETED: (AssignmentState.COMPLETED, SowState.COMPLETED),
     ReceiptStatus.BLOCKED: (AssignmentState.BLOCKED, SowState.BLOCKED),

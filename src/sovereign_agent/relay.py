@@ -24,9 +24,7 @@ MAX_SUBJECT_CHARACTERS = 500
 MAX_BODY_CHARACTERS = 100_000
 
 
-def send(
-    db: Database, sender: str, recipient: str, subject: str, body: str, *, clock: Clock | None = None
-) -> Message:
+def send(db: Database, sender: str, recipient: str, subject: str, body: str, *, clock: Clock | None = None) -> Message:
     """Put a message into an actor's mailbox. Raises IllegalMove for an empty or oversized one."""
     if not subject or len(subject) > MAX_SUBJECT_CHARACTERS or len(body) > MAX_BODY_CHARACTERS:
         raise IllegalMove(
@@ -49,7 +47,10 @@ def send(
 
 
 def inbox(db: Database, actor_id: str, *, limit: int = 100, clock: Clock | None = None) -> list[Message]:
-    """What an actor may claim now, in the order it became ready: NEW messages, and claims that have run out."""
+    """What an actor may claim now, in the order it became ready: NEW messages, and claims that have run out.
+
+    Reading changes nothing: no claim is swept, no delivery counted.
+    """
     now = micros(db.now(clock))
     rows = db.connection.execute(
         """
@@ -57,11 +58,12 @@ def inbox(db: Database, actor_id: str, *, limit: int = 100, clock: Clock | None 
             SELECT * FROM (SELECT * FROM messages WHERE recipient = ? AND state = 'NEW' AND ready_at <= ?
                             ORDER BY ready_at, seq LIMIT ?) AS fresh
             UNION ALL
-            SELECT * FROM (SELECT * FROM messages WHERE recipient = ? AND state = 'CLAIMED' AND claim_expires_at <= ?
+            SELECT * FROM (SELECT * FROM messages WHERE recipient = ? AND state = 'CLAIMED'
+                              AND claim_expires_at BETWEEN 0 AND ? AND deliveries < ?
                             ORDER BY claim_expires_at LIMIT ?) AS lapsed
         ) AS both_kinds ORDER BY ready_at, seq LIMIT ?
         """,
-        (actor_id, now, limit, actor_id, now, limit, limit),
+        (actor_id, now, limit, actor_id, now, MAX_DELIVERIES, limit, limit),
     )
     return [_message(row) for row in rows]
 
@@ -80,12 +82,11 @@ def claim(
     out is taken afresh, under a greater token, by its former owner just as by anybody. (Unit 8, Property 3)
 
     Raises Refusal (``message_missing``), PolicyRefusal when it is addressed to another actor, AlreadyHeld
-    (``claim_held``), IllegalMove when it is DONE or DEAD.
+    (``claim_held``), IllegalMove when it is DONE, DEAD or was delivered `MAX_DELIVERIES` times.
     """
     with db.transaction() as connection:
         message = _addressed(connection, message_id, actor_id)
-        now = db.now(clock)
-        if message.claim_owner == actor_id and _unexpired(message, now):
+        if _is_own_claim(message, actor_id, db.now(clock)):
             return message
         token = next_token(connection)
         now = db.now(clock)
@@ -94,15 +95,16 @@ def claim(
             UPDATE messages
                SET state = 'CLAIMED', claim_owner = ?, fencing_token = ?, claim_expires_at = ?,
                    deliveries = deliveries + 1
-             WHERE id = ? AND recipient = ?
-               AND (state = 'NEW' OR (state = 'CLAIMED' AND claim_expires_at <= ?))
+             WHERE id = ? AND recipient = ? AND deliveries < ?
+               AND (state = 'NEW' OR (state = 'CLAIMED' AND claim_expires_at <= ? AND claim_expires_at >= 0))
             """,
-            (actor_id, token, micros(now + ttl), message_id, actor_id, micros(now)),
+            (actor_id, token, micros(now + ttl), message_id, actor_id, MAX_DELIVERIES, micros(now)),
         )
         message = _get(connection, message_id)
-        if taken.rowcount != 1:
+        if taken.rowcount == 1:
+            journal.record(connection, "message.claimed", message_id, actor=actor_id, at=now, detail={"token": token})
+        elif not _is_own_claim(message, actor_id, now):
             raise _not_claimable(message)
-        journal.record(connection, "message.claimed", message_id, actor=actor_id, at=now, detail={"token": token})
         return message
 
 
@@ -113,7 +115,7 @@ def complete(
 
     Raises AuthorityLost (``fencing_token_stale``) when that claim is not the current one.
     """
-    return _settle(db, message_id, actor_id, fencing_token, MessageState.DONE, clock)
+    return _settle(db, message_id, actor_id, fencing_token, to=MessageState.DONE, clock=clock)
 
 
 def dead_letter(db: Database, message: Message, *, clock: Clock | None = None) -> Message:
@@ -121,11 +123,12 @@ def dead_letter(db: Database, message: Message, *, clock: Clock | None = None) -
 
     Raises AuthorityLost (``fencing_token_stale``) when that claim is not the current one.
     """
-    return _settle(db, message.id, message.claim_owner or "", message.fencing_token or 0, MessageState.DEAD, clock)
+    owner, token = message.claim_owner or "", message.fencing_token or 0
+    return _settle(db, message.id, owner, token, to=MessageState.DEAD, clock=clock)
 
 
 def _settle(
-    db: Database, message_id: str, actor_id: str, fencing_token: int, to: MessageState, clock: Clock | None
+    db: Database, message_id: str, actor_id: str, fencing_token: int, *, to: MessageState, clock: Clock | None
 ) -> Message:
     with db.transaction() as connection:
         settled = connection.execute(
@@ -153,12 +156,13 @@ def sweep_expired_claims(db: Database, clock: Clock | None = None, *, batch: int
             rows = connection.execute(
                 """
                 SELECT id, fencing_token, deliveries FROM messages
-                 WHERE state = 'CLAIMED' AND claim_expires_at <= ? ORDER BY claim_expires_at LIMIT ?
+                 WHERE state = 'CLAIMED' AND claim_expires_at <= ? ORDER BY claim_expires_at, id LIMIT ?
                 """,
                 (micros(now), batch),
-            ).fetchall()
-            swept += [row["id"] for row in rows if _sweep(connection, row, now)]
-        if len(rows) < batch:
+            )
+            changed = [row["id"] for row in rows if _sweep(connection, row, now)]
+        swept += changed
+        if len(changed) < batch:
             return swept
 
 
@@ -205,16 +209,17 @@ def _addressed(connection: Connection, message_id: str, actor_id: str) -> Messag
     return message
 
 
-def _unexpired(message: Message, now: datetime) -> bool:
+def _is_own_claim(message: Message, actor_id: str, now: datetime) -> bool:
     return (
         message.state is MessageState.CLAIMED
+        and message.claim_owner == actor_id
         and message.claim_expires_at is not None
         and message.claim_expires_at > now
     )
 
 
 def _not_claimable(message: Message) -> Refusal:
-    if message.state is MessageState.CLAIMED:
+    if message.state is MessageState.CLAIMED and message.deliveries < MAX_DELIVERIES:
         return AlreadyHeld(
             f"Message {message.id} was not claimed.",
             category="claim_held",
@@ -222,7 +227,10 @@ def _not_claimable(message: Message) -> Refusal:
             inspect=f"sovereign-agent inspect {message.id}",
         )
     return IllegalMove(
-        f"Message {message.id} was not claimed.", category="illegal_move", why=f"It is {message.state.value}."
+        f"Message {message.id} was not claimed.",
+        category="illegal_move",
+        why=f"It is {message.state.value} after {message.deliveries} of {MAX_DELIVERIES} deliveries.",
+        inspect=f"sovereign-agent inspect {message.id}",
     )
 
 

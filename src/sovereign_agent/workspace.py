@@ -223,29 +223,39 @@ def _sweep(top: int) -> list[str]:
     leftovers: list[str] = []
     moved: list[tuple[str, str]] = []
 
-    def remove(name: str, parent: int, place: str, origin: str) -> None:
-        with _reporting(place, leftovers):
+    def remove(name: str, parent: int, origin: str, where: str = "") -> None:
+        with _reporting(origin + where, leftovers):
             mode = os.lstat(name, dir_fd=parent).st_mode
             if parent == top and _is_kept(name, mode):
                 return
-            if not stat.S_ISDIR(mode):
+            if stat.S_ISDIR(mode):
+                moved.append((_set_apart(name, parent, top), origin))
+            else:
                 os.unlink(name, dir_fd=parent)
-                return
-            _unlock(name, parent)
-            apart = f"reclaiming-{secrets.token_hex(8)}"
-            os.rename(name, apart, src_dir_fd=parent, dst_dir_fd=top)
-            moved.append((apart, origin))
 
     for name in os.listdir(top):
-        remove(name, top, name, name)
+        remove(name, top, name)
     while moved:
         name, origin = moved.pop()
-        with _reporting(f"{name} (was {origin})", leftovers):
+        with _reporting(f"{origin} (now {name})", leftovers):
             with _entered(name, top) as folder:
                 for inner in os.listdir(folder):
-                    remove(inner, folder, f"{name}/{inner}", f"{origin}/{inner}")
+                    remove(inner, folder, f"{origin}/{inner}", f" (now in {name})")
             os.rmdir(name, dir_fd=top)
     return leftovers
+
+
+def _set_apart(name: str, parent: int, top: int) -> str:
+    """Rename a folder into `top` and answer its name there. Where it is renamed, its mode may be mended too."""
+    apart = f"reclaiming-{secrets.token_hex(8)}"
+    os.rename(name, apart, src_dir_fd=parent, dst_dir_fd=parent)
+    _unlock(apart, parent)
+    try:
+        os.rename(apart, apart, src_dir_fd=parent, dst_dir_fd=top)
+    except OSError:
+        os.rename(apart, name, src_dir_fd=parent, dst_dir_fd=parent)
+        raise
+    return apart
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from sovereign_agent.errors import PolicyRefusal
 from sovereign_agent.records import ReceiptStatus
@@ -61,6 +61,17 @@ PRECEDENCE = (
 """The failure categories of a receipt. When several were seen at once, the first of them here is the one."""
 
 
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("half a character stands in it") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -68,33 +79,33 @@ class _Message(BaseModel):
 class OutcomeBrief(_Message):
     """What is wanted in the end."""
 
-    id: str
-    title: str
-    desired_state: str
+    id: Text
+    title: Text
+    desired_state: Text
 
 
 class SowBrief(_Message):
     """What has to be done now."""
 
-    id: str
-    scope: str
-    required_effect_kind: str | None = None
+    id: Text
+    scope: Text
+    required_effect_kind: Text | None = None
 
 
 class Envelope(_Message):
     """All that a program is told, as one JSON object on its stdin. Names are relative to the run's folder."""
 
-    assignment_id: str
-    attempt_id: str
-    actor_id: str
+    assignment_id: Text
+    attempt_id: Text
+    actor_id: Text
     outcome: OutcomeBrief
     sow: SowBrief
-    rulings: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    rulings: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     report_name: str = REPORT_NAME
     output_name: str = OUT_NAME
 
     def as_json(self) -> bytes:
-        """The envelope in ASCII, so that no NUL and no broken character can reach the program."""
+        """The envelope in ASCII, so that no NUL reaches the program."""
         return json.dumps(self.model_dump()).encode("ascii")
 
 

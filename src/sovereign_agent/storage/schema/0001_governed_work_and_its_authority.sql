@@ -38,7 +38,7 @@ CREATE TABLE sows (
                                          'APPROVED', 'REJECTED', 'BLOCKED', 'FAILED', 'CANCELED')),
     created_at <integer> NOT NULL
 ) <strict>;
-CREATE INDEX sows_by_outcome ON sows (outcome_id);
+CREATE INDEX sows_by_outcome ON sows (outcome_id, state);
 
 -- home: outcomes
 CREATE TABLE assignments (

@@ -1,0 +1,729 @@
+"""Fencing: one process hosts an actor, one process runs an assignment, and whoever lost that right changes nothing.
+
+Each promise is tried on both engines. `test_concurrency` holds the races between real processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from threading import Event
+from typing import Any
+
+import pytest
+from conftest import Location
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from support import answer, eventually, hook_after, killed_after_statement, ledger_facts, new_assignment
+
+from sovereign_agent import fencing, journal, outcomes, relay
+from sovereign_agent.clock import ManualClock, micros
+from sovereign_agent.database import Database
+from sovereign_agent.errors import AlreadyHeld, AuthorityLost, ConstraintBroken, LedgerUnavailable, Refusal
+from sovereign_agent.fencing import ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL
+from sovereign_agent.records import (
+    ActorLease,
+    AssignmentState,
+    AttemptStatus,
+    ExecutionAttempt,
+    Message,
+    Receipt,
+    ReceiptStatus,
+    new_id,
+)
+
+ACTOR = "operator"
+RED, BLUE = "proc_red", "proc_blue"
+TICK = timedelta(microseconds=1)
+HOUR = timedelta(hours=1)
+AROUND_THE_BOUNDARY = pytest.mark.parametrize(
+    ("offset", "over"), [(-TICK, False), (timedelta(0), True), (TICK, True)], ids=["before", "at", "after"]
+)
+
+
+def rows(db: Database, table: str) -> list[dict[str, Any]]:
+    """Everything in a table, to show that nothing of it changed."""
+    return sorted((dict(row) for row in db.connection.execute(f"SELECT * FROM {table}")), key=str)
+
+
+def counter(db: Database) -> int:
+    return int(db.connection.execute("SELECT value FROM lease_tokens").rows[0][0])
+
+
+def run_of(
+    db: Database,
+    clock: ManualClock,
+    process: str = RED,
+    *,
+    lease_ttl: timedelta = ACTOR_LEASE_TTL,
+    **options: Any,
+) -> ExecutionAttempt:
+    """A running attempt on a new assignment, under a lease that `process` takes or holds."""
+    assignment = new_assignment(db, ACTOR, clock=clock)
+    lease = fencing.acquire_or_renew_actor_lease(db, ACTOR, process, ttl=lease_ttl, clock=clock)
+    return attempt_on(db, assignment.id, lease, clock, **options)
+
+
+def attempt_on(
+    db: Database, assignment_id: str, lease: ActorLease, clock: ManualClock, **options: Any
+) -> ExecutionAttempt:
+    return fencing.acquire_execution_attempt(
+        db, assignment_id, lease.actor_id, lease.process_identity, lease.fencing_token, clock=clock, **options
+    )
+
+
+def receipt_for(attempt: ExecutionAttempt) -> Receipt:
+    return Receipt(
+        id=new_id("rcp"),
+        assignment_id=attempt.assignment_id,
+        attempt_id=attempt.id,
+        actor_id=attempt.actor_id,
+        status=ReceiptStatus.COMPLETED,
+        failure_category="",
+        summary="done",
+    )
+
+
+def finish(db: Database, attempt: ExecutionAttempt, clock: ManualClock) -> None:
+    with db.transaction() as connection:
+        fencing.finish_own_attempt(connection, attempt, receipt_for(attempt), now=clock())
+
+
+def recover(db: Database, attempt: ExecutionAttempt, clock: ManualClock) -> bool:
+    """What a supervisor does with an attempt that has run out."""
+    with db.transaction() as connection:
+        now = fencing.lock_expired_attempt(connection, attempt.id, clock)
+        receipt = fencing.lost_receipt(attempt)
+        return now is not None and fencing.end_attempt(
+            connection, attempt, AttemptStatus.RECOVERED, receipt, now=now
+        )
+
+
+# --- process identity and tokens --------------------------------------------------------------------------
+
+
+def test_a_process_identity_is_random_and_never_a_pid() -> None:
+    identities = {fencing.new_process_identity() for _ in range(100)}
+    assert len(identities) == 100
+    assert all(re.fullmatch(r"proc_[0-9a-f]{32}", identity) for identity in identities)
+
+
+def test_tokens_of_leases_attempts_and_claims_come_from_one_counter_that_only_grows(
+    db: Database, clock: ManualClock
+) -> None:
+    lease = fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+    attempt = attempt_on(db, new_assignment(db, ACTOR, clock=clock).id, lease, clock)
+    message = relay.send(db, "master", ACTOR, "s", "b", clock=clock)
+    claimed = relay.claim(db, message.id, ACTOR, clock=clock)
+    other = fencing.acquire_actor_lease(db, "another", RED, clock=clock)
+    assert claimed.fencing_token is not None
+    assert 0 < lease.fencing_token < attempt.fencing_token < claimed.fencing_token < other.fencing_token
+
+
+def test_a_failed_actor_lease_acquisition_leaves_no_row_and_takes_no_token(db: Database, clock: ManualClock) -> None:
+    fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+    before = rows(db, "actor_leases"), counter(db)
+    assert answer(fencing.acquire_actor_lease, db, ACTOR, BLUE, clock=clock) == "actor_lease_held"
+    assert (rows(db, "actor_leases"), counter(db)) == before
+    fencing.acquire_actor_lease(db, "another", BLUE, clock=clock)
+    assert counter(db) > before[1]
+
+
+def test_a_waiter_becomes_the_later_holder_with_the_greater_token_and_judges_by_the_time_it_got_in(
+    db: Database, location: Location, clock: ManualClock
+) -> None:
+    fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+    with ThreadPoolExecutor() as pool:
+        with db.transaction() as connection:
+            token = fencing.next_token(connection)
+            waiter = elsewhere(pool, location, fencing.acquire_actor_lease, ACTOR, BLUE, clock=clock)
+            wait_until_blocked(db, waiter)
+            connection.execute("UPDATE actor_leases SET fencing_token = ?", (token,))
+            clock.advance(ACTOR_LEASE_TTL)
+        assert waiter.result(20).fencing_token > token
+
+
+# --- actor leases -----------------------------------------------------------------------------------------
+
+
+def test_a_current_actor_lease_keeps_every_process_out_its_own_too(db: Database, clock: ManualClock) -> None:
+    lease = fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+    for process in (BLUE, RED):
+        with pytest.raises(AlreadyHeld) as refused:
+            fencing.acquire_actor_lease(db, ACTOR, process, clock=clock)
+        assert refused.value.category == "actor_lease_held"
+        assert RED in refused.value.why
+    assert fencing.current_actor_lease(db, ACTOR) == lease
+
+
+def test_an_actor_lease_on_one_actor_keeps_nobody_from_another(db: Database, clock: ManualClock) -> None:
+    fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+    assert fencing.acquire_actor_lease(db, "another", BLUE, clock=clock).process_identity == BLUE
+
+
+def test_a_takeover_after_expiry_mints_a_strictly_greater_token(db: Database, clock: ManualClock) -> None:
+    first = fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+    clock.advance(ACTOR_LEASE_TTL)
+    second = fencing.acquire_actor_lease(db, ACTOR, BLUE, clock=clock)
+    assert second.fencing_token > first.fencing_token
+    assert (second.process_identity, second.expires_at) == (BLUE, clock() + ACTOR_LEASE_TTL)
+    assert fencing.current_actor_lease(db, ACTOR) == second
+
+
+def test_after_a_takeover_the_old_process_can_never_renew_even_when_the_new_lease_has_run_out(
+    db: Database, clock: ManualClock
+) -> None:
+    first = fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+    clock.advance(ACTOR_LEASE_TTL)
+    second = fencing.acquire_actor_lease(db, ACTOR, BLUE, clock=clock)
+    assert answer(renewed, db, first, clock) == "actor_lease_lost"
+    assert answer(renewed, db, second, clock) == "done"
+    clock.advance(ACTOR_LEASE_TTL)
+    assert answer(renewed, db, first, clock) == "actor_lease_lost"
+
+
+@AROUND_THE_BOUNDARY
+def test_at_the_actor_lease_boundary_exactly_one_of_renewal_and_takeover_is_allowed(
+    db: Database, clock: ManualClock, offset: timedelta, over: bool
+) -> None:
+    leases = [fencing.acquire_actor_lease(db, actor, RED, clock=clock) for actor in ("a", "b")]
+    clock.advance(ACTOR_LEASE_TTL + offset)
+    reported = [lease.actor_id for lease in fencing.expired_actor_leases(db, clock)]
+    renewal = answer(renewed, db, leases[0], clock)
+    takeover = answer(fencing.acquire_actor_lease, db, "b", BLUE, clock=clock)
+    expected = ("actor_lease_lost", "done", ["a", "b"]) if over else ("done", "actor_lease_held", [])
+    assert (renewal, takeover, sorted(reported)) == expected
+
+
+def test_renewal_extends_the_actor_lease_under_the_same_token_and_mints_none(db: Database, clock: ManualClock) -> None:
+    lease = fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+    minted = counter(db)
+    clock.advance(ACTOR_LEASE_TTL - TICK)
+    again = renewed(db, lease, clock)
+    assert (again.fencing_token, again.process_identity) == (lease.fencing_token, RED)
+    assert (again.acquired_at, again.expires_at) == (lease.acquired_at, clock() + ACTOR_LEASE_TTL)
+    assert counter(db) == minted
+
+
+@pytest.mark.parametrize(
+    ("stale", "said"),
+    [
+        ({}, "done"),
+        ({"actor_id": "another"}, "actor_lease_lost"),
+        ({"process_identity": BLUE}, "actor_lease_lost"),
+        ({"process_identity": ""}, "actor_lease_lost"),
+        ({"fencing_token": -1}, "actor_lease_lost"),
+        ({"fencing_token": +1}, "actor_lease_lost"),
+    ],
+    ids=str,
+)
+def test_renewal_and_release_of_an_actor_lease_need_every_field(
+    db: Database, clock: ManualClock, stale: dict[str, Any], said: str
+) -> None:
+    lease = fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+    before = rows(db, "actor_leases")
+    presented = (
+        stale.get("actor_id", ACTOR),
+        stale.get("process_identity", RED),
+        lease.fencing_token + stale.get("fencing_token", 0),
+    )
+    clock.advance(TICK)
+    assert answer(fencing.renew_actor_lease, db, *presented, clock=clock) == said
+    assert (rows(db, "actor_leases") == before) == (said != "done")
+    assert fencing.release_actor_lease(db, *presented) == (said == "done")
+    assert (fencing.current_actor_lease(db, ACTOR) is None) == (said == "done")
+
+
+def test_acquire_or_renew_actor_lease_keeps_its_own_and_takes_only_what_has_run_out(
+    db: Database, clock: ManualClock
+) -> None:
+    def host(process: str) -> ActorLease:
+        return fencing.acquire_or_renew_actor_lease(db, ACTOR, process, clock=clock)
+
+    first = host(RED)
+    clock.advance(ACTOR_LEASE_TTL - TICK)
+    assert host(RED).fencing_token == first.fencing_token
+    assert answer(host, BLUE) == "actor_lease_held"
+    clock.advance(ACTOR_LEASE_TTL)
+    own_again = host(RED)
+    assert own_again.fencing_token > first.fencing_token
+    clock.advance(ACTOR_LEASE_TTL)
+    assert host(BLUE).fencing_token > own_again.fencing_token
+    assert answer(host, RED) == "actor_lease_held"
+
+
+def test_expired_actor_leases_are_reported_the_longest_over_first_and_nothing_is_changed(
+    db: Database, clock: ManualClock
+) -> None:
+    for minutes, actor in enumerate(("c", "a", "b"), start=1):
+        fencing.acquire_actor_lease(db, actor, RED, ttl=timedelta(minutes=minutes), clock=clock)
+    clock.advance(timedelta(minutes=2))
+    before = rows(db, "actor_leases"), counter(db)
+    assert [lease.actor_id for lease in fencing.expired_actor_leases(db, clock)] == ["c", "a"]
+    assert [lease.actor_id for lease in fencing.expired_actor_leases(db, clock, limit=1)] == ["c"]
+    assert (rows(db, "actor_leases"), counter(db)) == before
+
+
+def test_release_actor_lease_succeeds_when_the_token_still_matches(db: Database, clock: ManualClock) -> None:
+    lease = fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+    assert fencing.release_actor_lease(db, ACTOR, RED, lease.fencing_token) is True
+    assert fencing.current_actor_lease(db, ACTOR) is None
+    assert fencing.acquire_actor_lease(db, ACTOR, BLUE, clock=clock).fencing_token > lease.fencing_token
+
+
+def test_release_actor_lease_is_a_no_op_after_a_takeover(db: Database, clock: ManualClock) -> None:
+    old = fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+    clock.advance(ACTOR_LEASE_TTL)
+    fencing.acquire_actor_lease(db, ACTOR, BLUE, clock=clock)
+    before = rows(db, "actor_leases")
+    assert fencing.release_actor_lease(db, ACTOR, RED, old.fencing_token) is False
+    assert rows(db, "actor_leases") == before
+
+
+def test_release_actor_lease_waits_for_the_end_of_the_attempt_that_stands_on_it(
+    db: Database, clock: ManualClock
+) -> None:
+    attempt = run_of(db, clock)
+    token = attempt.actor_lease_fencing_token
+    before = rows(db, "actor_leases")
+    assert fencing.release_actor_lease(db, ACTOR, RED, token) is False
+    assert rows(db, "actor_leases") == before
+    finish(db, attempt, clock)
+    assert fencing.release_actor_lease(db, ACTOR, RED, token) is True
+
+
+def test_release_actor_lease_of_one_actor_does_not_wait_for_an_attempt_of_another(
+    db: Database, clock: ManualClock
+) -> None:
+    run_of(db, clock)
+    other = fencing.acquire_actor_lease(db, "another", RED, clock=clock)
+    assert fencing.release_actor_lease(db, "another", RED, other.fencing_token) is True
+
+
+def test_an_actor_lease_that_the_ledger_cannot_take_is_not_reported_as_held(db: Database, clock: ManualClock) -> None:
+    for actor_id, process in (("", RED), (ACTOR, "")):
+        with pytest.raises(ConstraintBroken):
+            fencing.acquire_actor_lease(db, actor_id, process, clock=clock)
+    assert rows(db, "actor_leases") == []
+    assert counter(db) == 0
+    assert answer(fencing.acquire_actor_lease, db, ACTOR, RED, clock=clock) == "done"
+
+
+@pytest.mark.parametrize("engine", ["sqlite"])
+def test_an_actor_lease_that_finds_no_room_on_the_disk_is_not_reported_as_held(
+    db: Database, clock: ManualClock
+) -> None:
+    long_name = "a" * 100_000
+    pages = db.connection.execute("PRAGMA page_count").rows[0][0]
+    db.connection.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(LedgerUnavailable):
+        fencing.acquire_actor_lease(db, long_name, RED, clock=clock)
+    assert (rows(db, "actor_leases"), counter(db)) == ([], 0)
+    db.connection.execute("PRAGMA max_page_count = 100000")
+    assert answer(fencing.acquire_actor_lease, db, long_name, RED, clock=clock) == "done"
+
+
+def renewed(db: Database, lease: ActorLease, clock: ManualClock) -> ActorLease:
+    return fencing.renew_actor_lease(db, lease.actor_id, lease.process_identity, lease.fencing_token, clock=clock)
+
+
+# --- execution attempts -----------------------------------------------------------------------------------
+
+
+def test_acquiring_an_execution_attempt_moves_the_assignment_to_running_under_the_lease_token(
+    db: Database, clock: ManualClock
+) -> None:
+    assignment = new_assignment(db, ACTOR, clock=clock)
+    lease = fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+    attempt = attempt_on(db, assignment.id, lease, clock)
+    assert attempt.actor_lease_fencing_token == lease.fencing_token
+    assert (attempt.expires_at, attempt.status) == (clock() + EXECUTION_ATTEMPT_TTL, AttemptStatus.ACTIVE)
+    assert fencing.verify_execution_attempt(db, assignment.id, attempt.id)
+    assert not fencing.verify_execution_attempt(db, assignment.id, "att_other")
+    assert ledger_facts(db, assignment.id) == {
+        "assignment": "RUNNING",
+        "sow": "RUNNING",
+        "pointer": "ACTIVE",
+        "attempts": ["ACTIVE"],
+        "receipts": [None],
+        "events": ["assignment.created", "assignment.running"],
+        "sow_events": ["sow.created", "sow.ready", "sow.assigned", "sow.running"],
+    }
+
+
+def test_a_live_execution_attempt_keeps_every_process_out_its_own_too(db: Database, clock: ManualClock) -> None:
+    attempt = run_of(db, clock, lease_ttl=HOUR)
+    before = rows(db, "execution_attempts"), ledger_facts(db, attempt.assignment_id), counter(db)
+    lease = fencing.current_actor_lease(db, ACTOR)
+    assert lease
+    with pytest.raises(AlreadyHeld) as refused:
+        attempt_on(db, attempt.assignment_id, lease, clock)
+    assert refused.value.category == "execution_attempt_held"
+    assert attempt.id in refused.value.why
+    assert (rows(db, "execution_attempts"), ledger_facts(db, attempt.assignment_id), counter(db)) == before
+    assert answer(attempt_on, db, new_assignment(db, ACTOR, clock=clock).id, lease, clock) == "done"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({}, "done"),
+        ({"actor_id": "another"}, "actor_lease_lost"),
+        ({"process_identity": BLUE}, "actor_lease_lost"),
+        ({"fencing_token": -1}, "actor_lease_lost"),
+        ({"fencing_token": +1}, "actor_lease_lost"),
+        ({"assignment_id": "asg_none"}, "assignment_missing"),
+        ({"late": ACTOR_LEASE_TTL - TICK}, "done"),
+        ({"late": ACTOR_LEASE_TTL}, "actor_lease_lost"),
+    ],
+    ids=str,
+)
+def test_an_execution_attempt_needs_every_field_of_a_current_actor_lease(
+    db: Database, clock: ManualClock, wrong: dict[str, Any], said: str
+) -> None:
+    assignment = new_assignment(db, ACTOR, clock=clock)
+    lease = fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+    before = ledger_facts(db, assignment.id), counter(db)
+    clock.advance(wrong.get("late", timedelta(0)))
+    presented = (
+        wrong.get("assignment_id", assignment.id),
+        wrong.get("actor_id", ACTOR),
+        wrong.get("process_identity", RED),
+        lease.fencing_token + wrong.get("fencing_token", 0),
+    )
+    assert answer(fencing.acquire_execution_attempt, db, *presented, clock=clock) == said
+    assert ((ledger_facts(db, assignment.id), counter(db)) == before) == (said != "done")
+
+
+def test_an_execution_attempt_under_a_lease_on_another_actor_is_refused(db: Database, clock: ManualClock) -> None:
+    assignment = new_assignment(db, ACTOR, clock=clock)
+    before = ledger_facts(db, assignment.id)
+    for actor_id, said in (("another", "illegal_move"), (ACTOR, "done")):
+        lease = fencing.acquire_actor_lease(db, actor_id, RED, clock=clock)
+        assert answer(attempt_on, db, assignment.id, lease, clock) == said
+        assert (ledger_facts(db, assignment.id) == before) == (said != "done")
+
+
+def test_an_execution_attempt_on_an_assignment_that_has_ended_is_refused(db: Database, clock: ManualClock) -> None:
+    attempt = run_of(db, clock)
+    finish(db, attempt, clock)
+    lease = fencing.current_actor_lease(db, ACTOR)
+    assert lease
+    before = ledger_facts(db, attempt.assignment_id)
+    assert answer(attempt_on, db, attempt.assignment_id, lease, clock) == "illegal_move"
+    assert ledger_facts(db, attempt.assignment_id) == before
+
+
+def test_acquire_execution_attempt_reverifies_the_lease_even_if_the_caller_lost_it_since(
+    db: Database, clock: ManualClock
+) -> None:
+    assignment = new_assignment(db, ACTOR, clock=clock)
+    lost = fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+    clock.advance(ACTOR_LEASE_TTL)
+    current = fencing.acquire_actor_lease(db, ACTOR, BLUE, clock=clock)
+    before = ledger_facts(db, assignment.id)
+    assert answer(attempt_on, db, assignment.id, lost, clock) == "actor_lease_lost"
+    assert ledger_facts(db, assignment.id) == before
+    assert answer(attempt_on, db, assignment.id, current, clock) == "done"
+
+
+@AROUND_THE_BOUNDARY
+def test_at_the_execution_attempt_boundary_exactly_one_of_renewal_takeover_and_recovery_side_is_allowed(
+    db: Database, clock: ManualClock, offset: timedelta, over: bool
+) -> None:
+    kept, taken, dead = (run_of(db, clock, lease_ttl=HOUR) for _ in range(3))
+    lease = fencing.current_actor_lease(db, ACTOR)
+    assert lease
+    clock.advance(EXECUTION_ATTEMPT_TTL + offset)
+    expired = {attempt.id for attempt in fencing.expired_execution_attempts(db, clock)}
+    renewal = answer(renew_attempt, db, kept, clock)
+    takeover = answer(attempt_on, db, taken.assignment_id, lease, clock)
+    recovery = recover(db, dead, clock)
+    if over:
+        assert (renewal, takeover, recovery) == ("execution_attempt_lost", "done", True)
+        assert expired == {kept.id, taken.id, dead.id}
+    else:
+        assert (renewal, takeover, recovery) == ("done", "execution_attempt_held", False)
+        assert expired == set()
+
+
+def test_renewal_of_an_execution_attempt_keeps_its_token_and_mints_none(db: Database, clock: ManualClock) -> None:
+    attempt = run_of(db, clock)
+    minted = counter(db)
+    clock.advance(EXECUTION_ATTEMPT_TTL - TICK)
+    again = renew_attempt(db, attempt, clock)
+    assert (again.id, again.fencing_token) == (attempt.id, attempt.fencing_token)
+    assert (again.expires_at, again.deadline) == (clock() + EXECUTION_ATTEMPT_TTL, attempt.deadline)
+    assert counter(db) == minted
+
+
+@pytest.mark.parametrize(
+    ("stale", "said"),
+    [
+        ({}, "done"),
+        ({"assignment_id": "asg_other"}, "execution_attempt_lost"),
+        ({"id": "att_other"}, "execution_attempt_lost"),
+        ({"process_identity": BLUE}, "execution_attempt_lost"),
+        ({"fencing_token": -1}, "execution_attempt_lost"),
+        ({"fencing_token": +1}, "execution_attempt_lost"),
+    ],
+    ids=str,
+)
+def test_renewal_of_an_execution_attempt_needs_every_field(
+    db: Database, clock: ManualClock, stale: dict[str, Any], said: str
+) -> None:
+    attempt = run_of(db, clock)
+    before = rows(db, "execution_attempts")
+    clock.advance(TICK)
+    presented = (
+        stale.get("assignment_id", attempt.assignment_id),
+        stale.get("id", attempt.id),
+        stale.get("process_identity", RED),
+        attempt.fencing_token + stale.get("fencing_token", 0),
+    )
+    assert answer(fencing.renew_execution_attempt, db, *presented, clock=clock) == said
+    assert (rows(db, "execution_attempts") == before) == (said != "done")
+
+
+def test_an_execution_attempt_ends_at_its_maximum_however_faithfully_it_is_renewed(
+    db: Database, clock: ManualClock
+) -> None:
+    start = clock()
+    maximum, step = timedelta(minutes=25), timedelta(minutes=9)
+    attempt = run_of(db, clock, lease_ttl=HOUR, ttl=timedelta(minutes=10), maximum=maximum)
+    for minutes in (19, 25):
+        clock.advance(step)
+        again = renew_attempt(db, attempt, clock, ttl=timedelta(minutes=10))
+        assert again.expires_at == start + timedelta(minutes=minutes)
+    clock.set(start + maximum - TICK)
+    assert renew_attempt(db, attempt, clock).expires_at == start + maximum
+    clock.set(start + maximum)
+    assert answer(renew_attempt, db, attempt, clock) == "execution_attempt_lost"
+    lease = fencing.current_actor_lease(db, ACTOR)
+    assert lease
+    assert answer(attempt_on, db, attempt.assignment_id, lease, clock) == "done"
+
+
+def test_an_execution_attempt_is_not_given_longer_than_its_maximum_in_the_first_place(
+    db: Database, clock: ManualClock
+) -> None:
+    attempt = run_of(db, clock, ttl=HOUR, maximum=timedelta(minutes=5))
+    assert attempt.expires_at == attempt.deadline == clock() + timedelta(minutes=5)
+
+
+def test_release_execution_attempt_clears_the_fence(db: Database, clock: ManualClock) -> None:
+    attempt = run_of(db, clock)
+    with db.transaction() as connection:
+        assert fencing.release_execution_attempt(
+            connection, attempt.assignment_id, attempt.id, AttemptStatus.RECOVERED, now=clock()
+        )
+    assert outcomes.get_assignment(db.connection, attempt.assignment_id).current_execution_attempt is None
+    facts = ledger_facts(db, attempt.assignment_id)
+    assert (facts["assignment"], facts["pointer"], facts["attempts"]) == ("FAILED", None, ["RECOVERED"])
+    assert fencing.expired_execution_attempts(db, lambda: clock() + HOUR) == []
+
+
+def test_release_execution_attempt_of_another_attempt_changes_nothing(db: Database, clock: ManualClock) -> None:
+    attempt, other = run_of(db, clock), run_of(db, clock)
+    before = rows(db, "execution_attempts"), rows(db, "assignments")
+    for assignment_id, attempt_id in (
+        (attempt.assignment_id, other.id),
+        (other.assignment_id, attempt.id),
+        (attempt.assignment_id, "att_none"),
+        ("asg_none", attempt.id),
+    ):
+        with db.transaction() as connection:
+            assert not fencing.release_execution_attempt(
+                connection, assignment_id, attempt_id, AttemptStatus.DONE, becomes=AssignmentState.COMPLETED
+            )
+    assert (rows(db, "execution_attempts"), rows(db, "assignments")) == before
+
+
+def test_a_takeover_closes_the_lost_execution_attempt_with_its_own_receipt_in_one_transaction(
+    db: Database, clock: ManualClock
+) -> None:
+    lost = run_of(db, clock)
+    clock.advance(EXECUTION_ATTEMPT_TTL)
+    lease = fencing.acquire_actor_lease(db, ACTOR, BLUE, clock=clock)
+    attempt = attempt_on(db, lost.assignment_id, lease, clock)
+    assert attempt.fencing_token > lost.fencing_token
+    facts = ledger_facts(db, lost.assignment_id)
+    assert facts["attempts"] == ["RECOVERED", "ACTIVE"]
+    assert facts["receipts"] == [("failed", "worker_lost"), None]
+    assert (facts["assignment"], facts["sow"], facts["pointer"]) == ("RUNNING", "RUNNING", "ACTIVE")
+    assert facts["events"][1:] == ["assignment.running", "assignment.recovered", "assignment.running"]
+    receipt = journal.receipt_of_attempt(db.connection, lost.id)
+    assert receipt
+    assert receipt.detail == {"attempt_id": lost.id, "fencing_token": lost.fencing_token}
+    assert lost.id in receipt.summary
+    assert str(lost.fencing_token) in receipt.summary
+    finish(db, attempt, clock)
+    assert ledger_facts(db, lost.assignment_id)["receipts"] == [("failed", "worker_lost"), ("completed", "")]
+
+
+def renew_attempt(db: Database, attempt: ExecutionAttempt, clock: ManualClock, **options: Any) -> ExecutionAttempt:
+    return fencing.renew_execution_attempt(
+        db,
+        attempt.assignment_id,
+        attempt.id,
+        attempt.process_identity,
+        attempt.fencing_token,
+        clock=clock,
+        **options,
+    )
+
+
+# --- the terminal write -----------------------------------------------------------------------------------
+
+
+def test_the_terminal_write_of_an_execution_attempt_ends_everything_together(db: Database, clock: ManualClock) -> None:
+    attempt = run_of(db, clock)
+    finish(db, attempt, clock)
+    facts = ledger_facts(db, attempt.assignment_id)
+    assert (facts["assignment"], facts["sow"], facts["pointer"]) == ("COMPLETED", "COMPLETED", None)
+    assert (facts["attempts"], facts["receipts"]) == (["DONE"], [("completed", "")])
+    assert facts["events"] == ["assignment.created", "assignment.running", "assignment.finished"]
+
+
+def test_expiry_of_lease_and_execution_attempt_alone_does_not_refuse_the_terminal_write(
+    db: Database, clock: ManualClock
+) -> None:
+    attempt = run_of(db, clock)
+    clock.advance(EXECUTION_ATTEMPT_TTL + HOUR)
+    assert answer(finish, db, attempt, clock) == "done"
+    assert recover(db, attempt, clock) is False
+
+
+def test_an_execution_attempt_whose_pointer_was_moved_may_not_finish(db: Database, clock: ManualClock) -> None:
+    attempt, other = run_of(db, clock), run_of(db, clock)
+    db.connection.execute(
+        "UPDATE assignments SET current_execution_attempt = ? WHERE id = ?", ("att_thief", attempt.assignment_id)
+    )
+    before = ledger_facts(db, attempt.assignment_id), rows(db, "receipts")
+    assert answer(finish, db, attempt, clock) == "execution_attempt_lost"
+    assert (ledger_facts(db, attempt.assignment_id), rows(db, "receipts")) == before
+    assert answer(finish, db, other, clock) == "done"
+
+
+@pytest.mark.parametrize("successor_left", [False, True], ids=["still hosting", "released since"])
+def test_an_execution_attempt_whose_actor_lease_passed_on_may_not_finish(
+    db: Database, clock: ManualClock, successor_left: bool
+) -> None:
+    attempt = run_of(db, clock)
+    clock.advance(ACTOR_LEASE_TTL)
+    successor = fencing.acquire_actor_lease(db, ACTOR, BLUE, clock=clock)
+    if successor_left:
+        assert fencing.release_actor_lease(db, ACTOR, BLUE, successor.fencing_token)
+    before = ledger_facts(db, attempt.assignment_id), rows(db, "receipts"), rows(db, "events")
+    with pytest.raises(AuthorityLost) as refused:
+        finish(db, attempt, clock)
+    assert refused.value.category == "actor_lease_lost"
+    assert (ledger_facts(db, attempt.assignment_id), rows(db, "receipts"), rows(db, "events")) == before
+
+
+def test_a_lost_execution_attempt_is_reported_before_a_lost_lease(db: Database, clock: ManualClock) -> None:
+    attempt = run_of(db, clock)
+    clock.advance(EXECUTION_ATTEMPT_TTL)
+    lease = fencing.acquire_actor_lease(db, ACTOR, BLUE, clock=clock)
+    attempt_on(db, attempt.assignment_id, lease, clock)
+    assert answer(finish, db, attempt, clock) == "execution_attempt_lost"
+
+
+def test_of_a_recovery_and_a_late_terminal_write_whoever_comes_first_writes_the_only_receipt(
+    db: Database, clock: ManualClock
+) -> None:
+    recovered, finished = run_of(db, clock), run_of(db, clock)
+    clock.advance(EXECUTION_ATTEMPT_TTL)
+    assert recover(db, recovered, clock)
+    assert answer(finish, db, recovered, clock) == "execution_attempt_lost"
+    assert not recover(db, recovered, clock)
+    facts = ledger_facts(db, recovered.assignment_id)
+    assert (facts["assignment"], facts["receipts"]) == ("FAILED", [("failed", "worker_lost")])
+    assert facts["events"][2:] == ["assignment.finished", "assignment.recovered"]
+    finish(db, finished, clock)
+    assert not recover(db, finished, clock)
+    assert ledger_facts(db, finished.assignment_id)["receipts"] == [("completed", "")]
+
+
+# --- the same worker name, two attempts (hazard 43) ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Life:
+    """What one life of a worker holds."""
+
+    lease: ActorLease
+    attempt: ExecutionAttempt
+    message: Message
+
+
+ACTS: dict[str, tuple[str, Callable[[Database, Life, ManualClock], Any]]] = {
+    "renews its actor lease": ("actor_lease_lost", lambda db, life, clock: renewed(db, life.lease, clock)),
+    "renews its execution attempt": (
+        "execution_attempt_lost",
+        lambda db, life, clock: renew_attempt(db, life.attempt, clock),
+    ),
+    "finishes": ("execution_attempt_lost", lambda db, life, clock: finish(db, life.attempt, clock)),
+    "completes its message": (
+        "fencing_token_stale",
+        lambda db, life, clock: relay.complete(
+            db, life.message.id, ACTOR, fencing_token=life.message.fencing_token or 0, clock=clock
+        ),
+    ),
+    "buries its message": (
+        "fencing_token_stale",
+        lambda db, life, clock: relay.dead_letter(db, life.message, clock=clock),
+    ),
+    "releases its actor lease": ("False", lambda db, life, clock: release(db, life.lease)),
+}
+
+
+def release(db: Database, lease: ActorLease) -> None:
+    if not fencing.release_actor_lease(db, lease.actor_id, lease.process_identity, lease.fencing_token):
+        raise Refusal("nothing was released", category="False")
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_a_former_life_of_the_same_worker_changes_nothing_after_the_takeover(
+    db: Database, clock: ManualClock, act: str
+) -> None:
+    assignment = new_assignment(db, ACTOR, clock=clock)
+    message = relay.send(db, "master", ACTOR, "s", "b", clock=clock)
+
+    def live() -> Life:
+        lease = fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+        attempt = attempt_on(db, assignment.id, lease, clock)
+        return Life(lease, attempt, relay.claim(db, message.id, ACTOR, clock=clock))
+
+    former = live()
+    clock.advance(EXECUTION_ATTEMPT_TTL)
+    current = live()
+    tables = ("actor_leases", "execution_attempts", "assignments", "messages", "receipts", "events")
+    before = [rows(db, table) for table in tables]
+    said, does = ACTS[act]
+    assert answer(does, db, former, clock) == said
+    assert [rows(db, table) for table in tables] == before
+    if act == "releases its actor lease":
+        finish(db, current.attempt, clock)
+    assert answer(does, db, current, clock) == "done"
+    assert [rows(db, table) for table in tables] != before
+
+
+@pytest.mark.parametrize("field", ["id", "fencing_token"])
+def test_a_renewal_that_mixes_the_fields_of_two_execution_attempts_is_refused(
+    db: Database, clock: ManualClock, field: str
+) -> None:
+    former = run_of(db, clock)
+    clock.advance(EXECUTION_ATTEMPT_TTL)
+    lease = fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+    current = attempt_on(db, former.assignment_id, lease, clock)
+    clock.advance(TICK)
+    mixed = replace(current, **{field: getattr(former, field)})
+    assert answer(renew_attempt, db, mixed, clock) == "execution_attempt_lost"
+    assert answer(renew_attempt, db, current, clock) == "done"
