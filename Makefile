@@ -8,7 +8,7 @@ READY := $(VENV)/ready$(if $(PYTHON),-$(subst /,-,$(PYTHON)))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help check test torture mutate verify bench demo simulate constraints clean
+.PHONY: help check test torture mutate verify bench demo constraints clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -55,9 +55,6 @@ bench: $(READY) ## measure; ARGS go to the tool
 
 demo: $(READY) ## watch a worker die and the organization recover
 	$(VENV)/bin/sovereign-agent demo crash
-
-simulate: ## not built yet: the seeded simulation belongs to a later issue
-	@echo "make simulate is not built yet; make torture kills real workers today." && exit 1
 
 constraints: ## pin the development set anew, with hashes (uses the network); ARGS="--upgrade" moves to the newest
 	@box=$$(mktemp -d) && trap 'rm -rf "$$box"' EXIT && \

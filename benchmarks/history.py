@@ -77,5 +77,7 @@ def growth(org: Organization, finished: int) -> dict[str, Any]:
     before = costs(org)
     fill(org, finished)
     after = costs(org)
-    return {name: {"empty_ms": before[name], "full_ms": after[name], "times": round(after[name] / before[name], 2)}
-            for name in before}
+    return {
+        name: {"empty_ms": before[name], "full_ms": after[name], "times": round(after[name] / before[name], 2)}
+        for name in before
+    }

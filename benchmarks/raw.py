@@ -15,6 +15,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import psycopg
+
 FAR = 4_000_000_000_000_000
 """An expiry that no benchmark lives to see, in microseconds."""
 
@@ -31,8 +33,6 @@ def sqlite_session(path: str) -> sqlite3.Connection:
 
 def postgres_session(url: str) -> Any:
     """A bare psycopg connection, in autocommit mode with explicit BEGIN."""
-    import psycopg
-
     connection = psycopg.connect(url, autocommit=True)
     connection.execute("SET synchronous_commit = on")
     return connection
@@ -88,7 +88,8 @@ class Raw:
             (attempt, assignment_id, actor, process, token, lease, 1, FAR, FAR),
         )
         self.execute(
-            "UPDATE assignments SET state = 'RUNNING', current_execution_attempt = ? WHERE id = ? AND state = 'CREATED'",
+            "UPDATE assignments SET state = 'RUNNING', current_execution_attempt = ?"
+            " WHERE id = ? AND state = 'CREATED'",
             (attempt, assignment_id),
         )
         self.execute("UPDATE sows SET state = 'RUNNING' WHERE id = ? AND state = 'ASSIGNED'", (sow_id,))

@@ -1,6 +1,6 @@
-"""The figures, as ratios measured in one run on one machine. `make bench`, or:
+"""Measure the figures, as ratios measured in one run on one machine.
 
-python benchmarks/run.py [--rounds N] [--json]
+    make bench, or: python benchmarks/run.py [--rounds N] [--finished N] [--json]
 
 Each figure alternates the product and the raw baseline in short turns, so that a noisy neighbour slows both,
 and gives the median of the turns' ratios. Nothing here is a test: see docs/performance.md for what was seen.
@@ -159,6 +159,7 @@ def measure(rounds: int, finished: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="turns of each side per figure")
     parser.add_argument("--finished", type=int, default=1_000_000, help="finished assignments in the history figure")

@@ -8,14 +8,28 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
-from sovereign_agent import journal, outcomes
-from sovereign_agent.clock import Clock
+from sovereign_agent import fencing, journal, outcomes
+from sovereign_agent.clock import Clock, ManualClock
 from sovereign_agent.database import Connection, Database, Result, Value
 from sovereign_agent.errors import SovereignError
-from sovereign_agent.records import Assignment, Role, SowState
+from sovereign_agent.records import (
+    ActorLease,
+    Assignment,
+    AttemptStatus,
+    ExecutionAttempt,
+    Receipt,
+    ReceiptStatus,
+    Role,
+    SowState,
+    new_id,
+)
+
+ACTOR = "operator"
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["psycopg", "sovereign_agent.database", "sovereign_agent.relay"])
@@ -34,7 +48,7 @@ def eventually(condition: Callable[[], Any], *, within: float = 20.0, every: flo
 
 
 def at_one_barrier(count: int, act: Callable[..., Any], *args: Any, within: float = 60.0) -> list[Any]:
-    """Run ``act(n, *args)`` in `count` real processes that start together; return what each one answered.
+    """Run ``act(n, *args)`` in `count` real processes that start together; return what each one answered, by n.
 
     A refusal answers with its category. Anything else that is raised fails the test.
     """
@@ -47,26 +61,26 @@ def at_one_barrier(count: int, act: Callable[..., Any], *args: Any, within: floa
     for child in children:
         child.start()
     try:
-        results = [answers.get(timeout=within) for _ in children]
+        results = sorted((answers.get(timeout=within) for _ in children), key=lambda result: result[0])
     finally:
         for child in children:
             child.join(5)
             if child.is_alive():
                 child.kill()
                 child.join()
-    broken = [text for kind, text in results if kind == "broken"]
+    broken = [text for _, kind, text in results if kind == "broken"]
     assert not broken, "\n".join(broken)
-    return [answer for _, answer in results]
+    return [answer for _, _, answer in results]
 
 
 def _behind_the_barrier(barrier: Any, answers: Any, act: Callable[..., Any], number: int, args: tuple[Any, ...]) -> None:
     try:
         barrier.wait(60)
-        answers.put(("done", act(number, *args)))
+        answers.put((number, "done", act(number, *args)))
     except SovereignError as error:
-        answers.put(("done", error.category or type(error).__name__))
+        answers.put((number, "done", error.category or type(error).__name__))
     except BaseException:
-        answers.put(("broken", traceback.format_exc()))
+        answers.put((number, "broken", traceback.format_exc()))
 
 
 def answer(act: Callable[..., Any], *args: Any, **options: Any) -> str:
@@ -135,7 +149,7 @@ def hook_after(connection: Connection, fragment: str, action: Callable[[], Any])
     assert not waiting, f"no statement contained {fragment!r}"
 
 
-def new_assignment(db: Database, actor_id: str = "operator", *, clock: Clock | None = None) -> Assignment:
+def new_assignment(db: Database, actor_id: str = ACTOR, *, clock: Clock | None = None) -> Assignment:
     """A CREATED assignment with all that it stands on, made at ledger level."""
     with db.immediate() as connection:
         now = db.now(clock)
@@ -190,3 +204,94 @@ def ledger_facts(db: Database, assignment_id: str) -> dict[str, Any]:
         "events": [event.kind for event in journal.events_of(connection, assignment_id)],
         "sow_events": [event.kind for event in journal.events_of(connection, assignment.sow_id)],
     }
+
+
+def rows(db: Database, table: str) -> list[dict[str, Any]]:
+    """Everything in a table, to show that nothing of it changed."""
+    return sorted((dict(row) for row in db.connection.execute(f"SELECT * FROM {table}")), key=str)
+
+
+def run_of(
+    db: Database,
+    clock: ManualClock,
+    process: str = "proc_red",
+    *,
+    lease_ttl: timedelta = fencing.ACTOR_LEASE_TTL,
+    **options: Any,
+) -> ExecutionAttempt:
+    """A running attempt on a new assignment, under a lease that `process` takes or holds."""
+    assignment = new_assignment(db, ACTOR, clock=clock)
+    lease = fencing.acquire_or_renew_actor_lease(db, ACTOR, process, ttl=lease_ttl, clock=clock)
+    return attempt_on(db, assignment.id, lease, clock, **options)
+
+
+def attempt_on(
+    db: Database, assignment_id: str, lease: ActorLease, clock: Clock | None, **options: Any
+) -> ExecutionAttempt:
+    return fencing.acquire_execution_attempt(
+        db, assignment_id, lease.actor_id, lease.process_identity, lease.fencing_token, clock=clock, **options
+    )
+
+
+def renew_attempt(db: Database, attempt: ExecutionAttempt, clock: Clock, **options: Any) -> ExecutionAttempt:
+    return fencing.renew_execution_attempt(
+        db,
+        attempt.assignment_id,
+        attempt.id,
+        attempt.process_identity,
+        attempt.fencing_token,
+        clock=clock,
+        **options,
+    )
+
+
+def receipt_for(attempt: ExecutionAttempt) -> Receipt:
+    return Receipt(
+        id=new_id("rcp"),
+        assignment_id=attempt.assignment_id,
+        attempt_id=attempt.id,
+        actor_id=attempt.actor_id,
+        status=ReceiptStatus.COMPLETED,
+        failure_category="",
+        summary="done",
+    )
+
+
+def finish(db: Database, attempt: ExecutionAttempt, clock: ManualClock) -> None:
+    with db.transaction() as connection:
+        fencing.finish_own_attempt(connection, attempt, receipt_for(attempt), now=clock())
+
+
+def recover(db: Database, attempt: ExecutionAttempt, clock: ManualClock) -> bool:
+    """What a supervisor does with an attempt that has run out."""
+    with db.transaction() as connection:
+        now = fencing.lock_expired_attempt(connection, attempt.id, clock)
+        receipt = fencing.lost_receipt(attempt)
+        return now is not None and fencing.end_attempt(
+            connection, attempt, AttemptStatus.RECOVERED, receipt, now=now
+        )
+
+
+def in_a_session(location: Any, act: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run ``act(db, *args)`` on a Database of its own: for a thread, which must not share its neighbour's."""
+    db = location.open()
+    try:
+        return act(db, *args, **options)
+    finally:
+        db.close()
+
+
+def until_blocked(db: Database, *waiters: Future[Any]) -> None:
+    """Wait until so many sessions wait for a lock as there are `waiters`.
+
+    PostgreSQL tells. SQLite has nothing to ask, but there a writer cannot get in while another transaction is open.
+    """
+    if db.engine == "postgresql":
+        eventually(lambda: _blocked_sessions(db) == len(waiters) or any(waiter.done() for waiter in waiters))
+    assert not any(waiter.done() for waiter in waiters)
+
+
+def _blocked_sessions(db: Database) -> int:
+    db.connection.execute("SELECT pg_stat_clear_snapshot()")  # else a transaction sees the sessions as they once were
+    count = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    return int(db.connection.execute(count).rows[0][0])

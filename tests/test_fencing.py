@@ -5,40 +5,42 @@ Each promise is tried on both engines. `test_concurrency` holds the races betwee
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from threading import Event
+from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from conftest import Location
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from support import answer, eventually, hook_after, killed_after_statement, ledger_facts, new_assignment
-
-from sovereign_agent import fencing, journal, outcomes, relay
-from sovereign_agent.clock import ManualClock, micros
-from sovereign_agent.database import Database
-from sovereign_agent.errors import AlreadyHeld, AuthorityLost, ConstraintBroken, LedgerUnavailable, Refusal
-from sovereign_agent.fencing import ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL
-from sovereign_agent.records import (
-    ActorLease,
-    AssignmentState,
-    AttemptStatus,
-    ExecutionAttempt,
-    Message,
-    Receipt,
-    ReceiptStatus,
-    new_id,
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from support import (
+    ACTOR,
+    answer,
+    attempt_on,
+    finish,
+    in_a_session,
+    ledger_facts,
+    new_assignment,
+    recover,
+    renew_attempt,
+    rows,
+    run_of,
+    until_blocked,
 )
 
-ACTOR = "operator"
+from sovereign_agent import fencing, journal, outcomes, relay
+from sovereign_agent.clock import LAST_MICROS, ManualClock
+from sovereign_agent.database import LEDGER_NAME, Database
+from sovereign_agent.errors import AlreadyHeld, AuthorityLost, ConstraintBroken, LedgerUnavailable, Refusal
+from sovereign_agent.fencing import ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL
+from sovereign_agent.records import ActorLease, AssignmentState, AttemptStatus, ExecutionAttempt, Message
+
 RED, BLUE = "proc_red", "proc_blue"
 TICK = timedelta(microseconds=1)
 HOUR = timedelta(hours=1)
@@ -47,62 +49,8 @@ AROUND_THE_BOUNDARY = pytest.mark.parametrize(
 )
 
 
-def rows(db: Database, table: str) -> list[dict[str, Any]]:
-    """Everything in a table, to show that nothing of it changed."""
-    return sorted((dict(row) for row in db.connection.execute(f"SELECT * FROM {table}")), key=str)
-
-
 def counter(db: Database) -> int:
     return int(db.connection.execute("SELECT value FROM lease_tokens").rows[0][0])
-
-
-def run_of(
-    db: Database,
-    clock: ManualClock,
-    process: str = RED,
-    *,
-    lease_ttl: timedelta = ACTOR_LEASE_TTL,
-    **options: Any,
-) -> ExecutionAttempt:
-    """A running attempt on a new assignment, under a lease that `process` takes or holds."""
-    assignment = new_assignment(db, ACTOR, clock=clock)
-    lease = fencing.acquire_or_renew_actor_lease(db, ACTOR, process, ttl=lease_ttl, clock=clock)
-    return attempt_on(db, assignment.id, lease, clock, **options)
-
-
-def attempt_on(
-    db: Database, assignment_id: str, lease: ActorLease, clock: ManualClock, **options: Any
-) -> ExecutionAttempt:
-    return fencing.acquire_execution_attempt(
-        db, assignment_id, lease.actor_id, lease.process_identity, lease.fencing_token, clock=clock, **options
-    )
-
-
-def receipt_for(attempt: ExecutionAttempt) -> Receipt:
-    return Receipt(
-        id=new_id("rcp"),
-        assignment_id=attempt.assignment_id,
-        attempt_id=attempt.id,
-        actor_id=attempt.actor_id,
-        status=ReceiptStatus.COMPLETED,
-        failure_category="",
-        summary="done",
-    )
-
-
-def finish(db: Database, attempt: ExecutionAttempt, clock: ManualClock) -> None:
-    with db.transaction() as connection:
-        fencing.finish_own_attempt(connection, attempt, receipt_for(attempt), now=clock())
-
-
-def recover(db: Database, attempt: ExecutionAttempt, clock: ManualClock) -> bool:
-    """What a supervisor does with an attempt that has run out."""
-    with db.transaction() as connection:
-        now = fencing.lock_expired_attempt(connection, attempt.id, clock)
-        receipt = fencing.lost_receipt(attempt)
-        return now is not None and fencing.end_attempt(
-            connection, attempt, AttemptStatus.RECOVERED, receipt, now=now
-        )
 
 
 # --- process identity and tokens --------------------------------------------------------------------------
@@ -142,8 +90,8 @@ def test_a_waiter_becomes_the_later_holder_with_the_greater_token_and_judges_by_
     with ThreadPoolExecutor() as pool:
         with db.transaction() as connection:
             token = fencing.next_token(connection)
-            waiter = elsewhere(pool, location, fencing.acquire_actor_lease, ACTOR, BLUE, clock=clock)
-            wait_until_blocked(db, waiter)
+            waiter = pool.submit(in_a_session, location, fencing.acquire_actor_lease, ACTOR, BLUE, clock=clock)
+            until_blocked(db, waiter)
             connection.execute("UPDATE actor_leases SET fencing_token = ?", (token,))
             clock.advance(ACTOR_LEASE_TTL)
         assert waiter.result(20).fencing_token > token
@@ -567,18 +515,6 @@ def test_a_takeover_closes_the_lost_execution_attempt_with_its_own_receipt_in_on
     assert ledger_facts(db, lost.assignment_id)["receipts"] == [("failed", "worker_lost"), ("completed", "")]
 
 
-def renew_attempt(db: Database, attempt: ExecutionAttempt, clock: ManualClock, **options: Any) -> ExecutionAttempt:
-    return fencing.renew_execution_attempt(
-        db,
-        attempt.assignment_id,
-        attempt.id,
-        attempt.process_identity,
-        attempt.fencing_token,
-        clock=clock,
-        **options,
-    )
-
-
 # --- the terminal write -----------------------------------------------------------------------------------
 
 
@@ -704,6 +640,7 @@ def test_a_former_life_of_the_same_worker_changes_nothing_after_the_takeover(
     former = live()
     clock.advance(EXECUTION_ATTEMPT_TTL)
     current = live()
+    clock.advance(TICK)
     tables = ("actor_leases", "execution_attempts", "assignments", "messages", "receipts", "events")
     before = [rows(db, table) for table in tables]
     said, does = ACTS[act]
@@ -727,3 +664,226 @@ def test_a_renewal_that_mixes_the_fields_of_two_execution_attempts_is_refused(
     mixed = replace(current, **{field: getattr(former, field)})
     assert answer(renew_attempt, db, mixed, clock) == "execution_attempt_lost"
     assert answer(renew_attempt, db, current, clock) == "done"
+
+
+# --- rows that nobody should have written (hazard 47) ----------------------------------------------------
+
+MALFORMED = ["''", "'garbage'", "NULL", "'2026-01-01T00:00:05Z'", "'1767225605.5'", "-1", str(LAST_MICROS + 1), "1e300"]
+IMPOSSIBLE = [-1, -(10**17), LAST_MICROS + 1, 2**62]
+
+
+def spoil(db: Database, table: str, column: str, literal: object) -> None:
+    db.connection.execute(f"UPDATE {table} SET {column} = {literal}")  # noqa: S608
+
+
+def without_checks(db: Database, table: str) -> None:
+    """Take the constraints away that keep impossible numbers out of a table."""
+    if db.engine == "sqlite":
+        db.connection.execute("PRAGMA ignore_check_constraints = ON")
+        return
+    checks = db.connection.execute(
+        "SELECT conname FROM pg_constraint WHERE conrelid = CAST(CAST(? AS TEXT) AS regclass) AND contype = 'c'", (table,)
+    )
+    for check in checks:
+        db.connection.execute(f"ALTER TABLE {table} DROP CONSTRAINT {check[0]}")
+
+
+@pytest.mark.parametrize("literal", MALFORMED)
+@pytest.mark.parametrize("table", ["actor_leases", "execution_attempts", "messages"])
+def test_the_ledger_refuses_a_malformed_expiry_of_a_corrupt_lease_attempt_or_claim(
+    db: Database, clock: ManualClock, table: str, literal: str
+) -> None:
+    run_of(db, clock)
+    relay.claim(db, relay.send(db, "master", ACTOR, "s", "b", clock=clock).id, ACTOR, clock=clock)
+    before = rows(db, table)
+    column = "claim_expires_at" if table == "messages" else "expires_at"
+    with pytest.raises(ConstraintBroken):
+        spoil(db, table, column, literal)
+    assert rows(db, table) == before
+    spoil(db, table, column, 1)
+    assert rows(db, table) != before
+
+
+@pytest.mark.parametrize("value", IMPOSSIBLE)
+def test_a_corrupt_lease_is_granted_to_nobody_and_its_readers_survive(
+    db: Database, clock: ManualClock, value: int
+) -> None:
+    for actor_id in (ACTOR, "another"):
+        fencing.acquire_actor_lease(db, actor_id, RED, clock=clock)
+    clock.advance(ACTOR_LEASE_TTL)
+    assert answer(fencing.acquire_actor_lease, db, "another", BLUE, clock=clock) == "done"
+    without_checks(db, "actor_leases")
+    spoil(db, "actor_leases", "expires_at", value)
+    assert answer(fencing.acquire_actor_lease, db, ACTOR, BLUE, clock=clock) == "actor_lease_held"
+    lease = fencing.current_actor_lease(db, ACTOR)
+    assert lease
+    assert lease.process_identity == RED
+    assert len(fencing.expired_actor_leases(db, clock)) == (2 if value < 0 else 0)
+    assert fencing.release_actor_lease(db, ACTOR, RED, lease.fencing_token)
+    assert answer(fencing.acquire_actor_lease, db, ACTOR, BLUE, clock=clock) == "done"
+
+
+@pytest.mark.parametrize("value", IMPOSSIBLE)
+def test_a_corrupt_execution_attempt_is_taken_over_by_nobody_and_its_readers_survive(
+    db: Database, clock: ManualClock, value: int
+) -> None:
+    attempt, other = run_of(db, clock, lease_ttl=HOUR), run_of(db, clock, lease_ttl=HOUR)
+    lease = fencing.current_actor_lease(db, ACTOR)
+    assert lease
+    clock.advance(EXECUTION_ATTEMPT_TTL)
+    without_checks(db, "execution_attempts")
+    spoil(db, "execution_attempts", "expires_at", f"CASE WHEN id = '{attempt.id}' THEN {value} ELSE expires_at END")
+    assert answer(attempt_on, db, attempt.assignment_id, lease, clock) == "execution_attempt_held"
+    assert answer(attempt_on, db, other.assignment_id, lease, clock) == "done"
+    expired = [found.id for found in fencing.expired_execution_attempts(db, clock)]
+    assert expired == ([attempt.id] if value < 0 else [])
+    assert recover(db, attempt, clock) == (value < 0)
+    assert ledger_facts(db, attempt.assignment_id)["assignment"] == ("FAILED" if value < 0 else "RUNNING")
+
+
+# --- clocks that jump (hazard 46) ------------------------------------------------------------------------
+
+
+def test_a_clock_set_back_an_hour_makes_no_actor_lease_immortal(db: Database, clock: ManualClock) -> None:
+    lease = fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+    clock.advance(-HOUR)
+    assert answer(fencing.acquire_actor_lease, db, ACTOR, BLUE, clock=clock) == "actor_lease_held"
+    assert renewed(db, lease, clock).expires_at == clock() + ACTOR_LEASE_TTL
+    clock.advance(ACTOR_LEASE_TTL)
+    assert fencing.acquire_actor_lease(db, ACTOR, BLUE, clock=clock).fencing_token > lease.fencing_token
+
+
+def test_a_clock_set_ahead_an_hour_ends_every_authority_and_the_tokens_decide(
+    db: Database, clock: ManualClock
+) -> None:
+    attempt = run_of(db, clock)
+    clock.advance(HOUR)
+    current = run_of(db, clock, BLUE)
+    clock.advance(-HOUR)
+    before = ledger_facts(db, attempt.assignment_id)
+    assert answer(finish, db, attempt, clock) == "actor_lease_lost"
+    assert ledger_facts(db, attempt.assignment_id) == before
+    assert answer(finish, db, current, clock) == "done"
+
+
+def test_two_processes_whose_clocks_are_90_seconds_apart_still_obey_the_tokens(
+    db: Database, clock: ManualClock
+) -> None:
+    ahead = ManualClock(clock() + timedelta(seconds=90))
+    attempt = run_of(db, clock)
+    for each in (clock, ahead):
+        each.advance(ACTOR_LEASE_TTL - timedelta(seconds=60))
+    successor = fencing.acquire_actor_lease(db, ACTOR, BLUE, clock=ahead)
+    lease = replace(successor, process_identity=RED, fencing_token=attempt.actor_lease_fencing_token)
+    assert answer(renewed, db, lease, clock) == "actor_lease_lost"
+    assert answer(finish, db, attempt, clock) == "actor_lease_lost"
+    assert answer(renewed, db, successor, ahead) == "done"
+
+
+@pytest.mark.parametrize("year", [1970, 2106])
+def test_an_actor_lease_works_the_same_in(db: Database, year: int) -> None:
+    clock = ManualClock(datetime(year, 1, 1, tzinfo=UTC))
+    lease = fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
+    assert fencing.current_actor_lease(db, ACTOR) == lease
+    assert (lease.acquired_at, lease.expires_at) == (clock(), clock() + ACTOR_LEASE_TTL)
+    assert answer(fencing.acquire_actor_lease, db, ACTOR, BLUE, clock=clock) == "actor_lease_held"
+    clock.advance(ACTOR_LEASE_TTL)
+    assert answer(fencing.acquire_actor_lease, db, ACTOR, BLUE, clock=clock) == "done"
+
+
+def test_an_actor_lease_lasts_as_long_through_the_hour_that_comes_twice(db: Database) -> None:
+    new_york = ZoneInfo("America/New_York")
+    before_the_fold = datetime(2026, 11, 1, 1, 30, tzinfo=new_york)
+    lease = fencing.acquire_actor_lease(db, ACTOR, RED, ttl=HOUR, clock=lambda: before_the_fold)
+    assert lease.expires_at == datetime(2026, 11, 1, 6, 30, tzinfo=UTC)
+    again = before_the_fold.replace(fold=1)
+    assert answer(fencing.acquire_actor_lease, db, ACTOR, BLUE, clock=lambda: again - TICK) == "actor_lease_held"
+    assert answer(fencing.acquire_actor_lease, db, ACTOR, BLUE, clock=lambda: again) == "done"
+
+
+def test_history_is_ordered_by_sequence_when_the_clock_goes_backwards(db: Database, clock: ManualClock) -> None:
+    attempt = run_of(db, clock)
+    clock.advance(-HOUR)
+    finish(db, attempt, clock)
+    history = journal.events_of(db.connection, attempt.assignment_id)
+    assert [event.kind for event in history] == ["assignment.created", "assignment.running", "assignment.finished"]
+    assert history[-1].at < history[0].at
+    assert [event.seq for event in history] == sorted(event.seq for event in history)
+    assert [event.kind for event in journal.latest_events(db.connection, limit=2)] == [
+        "assignment.finished",
+        "sow.completed",
+    ]
+
+
+# --- any order of acts, against a model ------------------------------------------------------------------
+
+
+class Leases(RuleBasedStateMachine):
+    """One actor, three processes, a clock; the model is a holder, a token and a time."""
+
+    ledger: Database
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger.connection.execute("DELETE FROM actor_leases")
+        self.clock = ManualClock()
+        self.greatest = counter(self.ledger)
+        self.held: tuple[str, int, datetime] | None = None
+        self.known: dict[str, int] = {}
+
+    def current(self) -> bool:
+        return self.held is not None and self.held[2] > self.clock()
+
+    @rule(process=st.sampled_from([RED, BLUE, "proc_green"]))
+    def acquire(self, process: str) -> None:
+        free = not self.current()
+        assert (
+            answer(fencing.acquire_actor_lease, self.ledger, ACTOR, process, clock=self.clock) == "done"
+        ) == free
+        if free:
+            lease = fencing.current_actor_lease(self.ledger, ACTOR)
+            assert lease
+            assert lease.fencing_token > self.greatest
+            self.greatest = self.known[process] = lease.fencing_token
+            self.held = (process, lease.fencing_token, self.clock() + ACTOR_LEASE_TTL)
+
+    @rule(process=st.sampled_from([RED, BLUE, "proc_green"]))
+    def renew(self, process: str) -> None:
+        token = self.known.get(process, 0)
+        owns = self.held is not None and self.held[:2] == (process, token) and self.current()
+        said = answer(fencing.renew_actor_lease, self.ledger, ACTOR, process, token, clock=self.clock)
+        assert (said == "done") == owns
+        if owns:
+            self.held = (process, token, self.clock() + ACTOR_LEASE_TTL)
+
+    @rule(process=st.sampled_from([RED, BLUE, "proc_green"]))
+    def release(self, process: str) -> None:
+        token = self.known.get(process, 0)
+        owns = self.held is not None and self.held[:2] == (process, token)
+        assert fencing.release_actor_lease(self.ledger, ACTOR, process, token) == owns
+        if owns:
+            self.held = None
+
+    @rule(by=st.sampled_from([TICK, ACTOR_LEASE_TTL - TICK, ACTOR_LEASE_TTL, -timedelta(minutes=1)]))
+    def let_time_pass(self, by: timedelta) -> None:
+        self.clock.advance(by)
+
+    @invariant()
+    def ledger_and_model_agree(self) -> None:
+        lease = fencing.current_actor_lease(self.ledger, ACTOR)
+        assert (lease and (lease.process_identity, lease.fencing_token, lease.expires_at)) == self.held
+
+
+def test_any_order_of_acquisition_renewal_release_and_time_keeps_one_holder_of_an_actor_lease(tmp_path: Path) -> None:
+    Leases.ledger = Database(tmp_path / LEDGER_NAME)
+    Leases.ledger.connection.execute("PRAGMA synchronous = OFF")
+    try:
+        run_state_machine_as_test(
+            Leases, settings=settings(max_examples=60, stateful_step_count=30, deadline=None, database=None)
+        )
+    finally:
+        Leases.ledger.close()
+
+
+# === organization level ===================================================================================
+# Below this line the same promises are shown through `Organization.run_assignment`.

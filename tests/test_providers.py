@@ -171,10 +171,12 @@ def test_hazard_08_a_declared_deliverable_must_be_a_real_file_inside(
     assert len(proposal.deliverables) == (0 if category else 1)
 
 
-def test_an_output_folder_that_became_a_link_violates_the_boundary(run: Workspace, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "report.json").write_text(json.dumps(REPORT))
-    code = f"import os; os.rmdir('.sovereign-out'); os.symlink({str(tmp_path / 'elsewhere')!r}, '.sovereign-out')"
+@pytest.mark.parametrize("folder", [".sovereign-out", "provider-raw"])
+def test_a_folder_of_the_run_that_became_a_link_violates_the_boundary(
+    run: Workspace, tmp_path: Path, folder: str
+) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(REPORT))
+    code = GOOD + f"os.rename({folder!r}, 'away'); os.symlink({str(tmp_path)!r}, {folder!r})"
     proposal = python(run, code)
     assert verdict(proposal) == ("failed", "boundary_violated")
     assert proposal.report is None
@@ -341,8 +343,6 @@ def unstartable(case: str, folder: Path) -> str:
     match case:
         case "absent from the path":
             return "no-such-program-anywhere"
-        case "absent":
-            return str(folder / "nothing")
         case "link to nothing":
             (folder / "link").symlink_to(folder / "nothing")
             return str(folder / "link")
@@ -353,7 +353,7 @@ def unstartable(case: str, folder: Path) -> str:
         case "not executable":
             return _script(folder, "#!/bin/sh\n", 0o644)
         case _:
-            return str(folder)
+            return str(folder / ("nothing" if case == "absent" else ""))
 
 
 @pytest.mark.parametrize("case", CAUSES)
@@ -598,6 +598,20 @@ open({str(tmp_path / "pid")!r}, "w").write(str(away.pid))
     assert proposal.detail["duration_seconds"] < 10
 
 
+def test_hazard_12_an_output_that_never_ends_is_taken_in_up_to_what_a_pipe_holds(tmp_path: Path) -> None:
+    stop, write = os.pipe()
+    os.close(write)
+    capture = process.Capture(tmp_path / "log")
+    with Path("/dev/zero").open("rb", buffering=0) as endless:
+        thread = threading.Thread(target=process._drain, args=(endless, stop, capture), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+    assert capture.total == process.PIPE_BYTES
+    capture.close()
+    os.close(stop)
+
+
 @pytest.mark.parametrize(
     ("argv", "expected", "code", "number"),
     [
@@ -637,7 +651,6 @@ def _with_sigchld_ignored(_: int, root: str) -> tuple[tuple[str, str], Any]:
     return verdict(proposal), proposal.detail["exit_code"]
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="kqueue tells of the end even so")
 def test_an_end_that_could_not_be_learned_is_never_taken_for_a_good_one(tmp_path: Path) -> None:
     assert at_one_barrier(1, _with_sigchld_ignored, str(tmp_path)) == [(("failed", "internal_error"), None)]
 

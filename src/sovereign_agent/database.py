@@ -17,14 +17,14 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import closing
 from datetime import datetime, timedelta
 from pathlib import Path
-from types import TracebackType
 
-from sovereign_agent.clock import Clock
-from sovereign_agent.errors import ConfigurationFault, LedgerFault, LedgerUnavailable
+from sovereign_agent.clock import Clock, micros, moment
+from sovereign_agent.errors import ConfigurationFault, LedgerUnavailable
 from sovereign_agent.storage import migrate
-from sovereign_agent.storage.engine import Connection, Migration, Result, Row, Value
+from sovereign_agent.storage.engine import Connection, Migration, Result, Row, Transaction, Value, refuse_fork
 
 __all__ = ["LEDGER_NAME", "Connection", "Database", "Migration", "Result", "Row", "Transaction", "Value"]
 
@@ -33,35 +33,6 @@ LEDGER_NAME = Path(".sovereign") / "organization.db"
 
 PATIENCE = timedelta(seconds=5)
 """How long a call waits for another writer before it ends in Contention."""
-
-
-class Transaction:
-    """One transaction as a context manager: commits at a clean end, rolls back on anything else."""
-
-    __slots__ = ("_connection", "_ledger_lock", "_open")
-
-    def __init__(self, connection: Connection, *, ledger_lock: bool) -> None:
-        self._connection = connection
-        self._ledger_lock = ledger_lock
-        self._open = False
-
-    def __enter__(self) -> Connection:
-        self._connection.begin(ledger_lock=self._ledger_lock)
-        self._open = True
-        return self._connection
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._open = False
-        if kind is None:
-            self._connection.commit()
-        else:
-            self._connection.rollback()
-
-    def __del__(self) -> None:
-        # A KeyboardInterrupt can land between __enter__ and the first line of the body; then nobody else
-        # would give the lock back.
-        if self._open:
-            self._connection.rollback()
 
 
 class Database:
@@ -113,59 +84,60 @@ class Database:
         return sqlite.resolve(Path(location))
 
     def _first_open(self, create: bool) -> None:
-        new_file = not self._url and not self.path.exists()
-        if new_file:
-            self._make_room(create)
-        connection = self.connection
-        if new_file:
-            self.path.chmod(0o600)  # by name: closing a descriptor of our own would drop SQLite's locks
+        """Look first: whatever is refused here is refused before a byte of it is changed."""
+        if not self._url:
+            self._require_file(create and not self.read_only)
         migrations = migrate.core_migrations()
         try:
-            migrate.refuse_foreign(connection)
-            if self.read_only or not (create or migrate.STAMPS in connection.tables()):
-                migrate.check(connection, migrate.CORE, migrations)
-            else:
-                connection.make_durable()
-                migrate.migrate(connection, migrate.CORE, migrations)
+            with closing(self._open(read_only=True)) as look:
+                interrupted = not look.tables()
+                if self.read_only or (interrupted and not create):
+                    migrate.check(look, migrate.CORE, migrations)
+                else:
+                    migrate.missing(look, migrate.CORE, migrations)
+            if not self.read_only:
+                self.connection.make_durable()
+                migrate.migrate(self.connection, migrate.CORE, migrations)
         except BaseException:
             self.close()
             raise
 
-    def _make_room(self, create: bool) -> None:
-        if self.read_only or not create:
+    def _require_file(self, create: bool) -> None:
+        from sovereign_agent.storage import sqlite
+
+        if not sqlite.exists(self.path, create=create):
             raise LedgerUnavailable(
                 f"There is no ledger at {self.path}.",
                 category="ledger_missing",
                 why="Nothing is created by looking.",
                 next_command="sovereign-agent init --root FOLDER, or correct --root",
             )
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self.read_only:
+            sqlite.require_writable(self.path)
 
     @property
     def connection(self) -> Connection:
         """This thread's connection, opened at its first use."""
+        refuse_fork(self._pid)
         connection: Connection | None = getattr(self._local, "connection", None)
-        if connection is not None and self._pid == os.getpid():
+        if connection is not None and not connection.closed:
             return connection
-        if self._pid != os.getpid():
-            raise LedgerFault(
-                "This Database was opened before a fork.",
-                category="forked",
-                why="A child that used its parent's connection would tear the ledger.",
-                next_command="open a new Database in the child",
-            )
         if self._closed:
             raise LedgerUnavailable("This Database is closed.", category="ledger_closed")
-        self._local.connection = connection = self._open()
+        self._local.connection = connection = self._open(read_only=self.read_only)
         self._all.add(connection)
         return connection
 
-    def _open(self) -> Connection:
+    def _open(self, *, read_only: bool) -> Connection:
         if self._url:
-            return _postgres(self._url, self._patience, self.read_only)
+            return _postgres(self._url, self._patience, read_only)
+        if read_only:
+            from sovereign_agent.storage.sqlite_reader import SQLiteReader
+
+            return SQLiteReader(self.path, patience=self._patience)
         from sovereign_agent.storage.sqlite import SQLiteConnection
 
-        return SQLiteConnection(self.path, patience=self._patience, read_only=self.read_only)
+        return SQLiteConnection(self.path, patience=self._patience)
 
     @property
     def engine(self) -> str:
@@ -173,9 +145,10 @@ class Database:
         return "postgresql" if self._url else "sqlite"
 
     def now(self, clock: Clock | None = None) -> datetime:
-        """The time to judge by: `clock`'s, else the injected one, else the engine's own."""
+        """The time to judge by, in UTC: `clock`'s, else the injected one, else the engine's own."""
         chosen = clock or self._clock
-        return chosen() if chosen else self.connection.now()
+        # In UTC, because adding a TTL in a zone of its own counts the hands of the clock, not the time that passes.
+        return moment(micros(chosen())) if chosen else self.connection.now()
 
     def clock(self) -> datetime:
         """The ledger's clock, as a `Clock`."""

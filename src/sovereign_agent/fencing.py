@@ -564,3 +564,11 @@ def _attempt(row: Row) -> ExecutionAttempt:
         moment(row["expires_at"]),
         moment(row["deadline"]),
     )
+
+
+def attempts_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[ExecutionAttempt]:
+    """Up to `limit` attempts with ids from `first` on, before `beyond`."""
+    rows = connection.execute(
+        "SELECT * FROM execution_attempts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
+    )
+    return [_attempt(row) for row in rows]

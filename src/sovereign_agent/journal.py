@@ -120,3 +120,11 @@ def _receipt(row: Row) -> Receipt:
 
 def _event(row: Row) -> Event:
     return Event(row["seq"], moment(row["at"]), row["kind"], row["subject"], row["actor"], json.loads(row["detail"]))
+
+
+def receipts_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Receipt]:
+    """Up to `limit` receipts with ids from `first` on, before `beyond`."""
+    rows = connection.execute(
+        "SELECT * FROM receipts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
+    )
+    return [_receipt(row) for row in rows]

@@ -17,45 +17,41 @@ nothing of the run becomes canonical: no receipt, no event, no file on disk.
 from __future__ import annotations
 
 import logging
-import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
-from datetime import datetime, timedelta
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from sovereign_agent import configuration, fencing, journal, outcomes, providers, relay, workspace
-from sovereign_agent.clock import Clock, monotonic
+from sovereign_agent import configuration, fencing, journal, outcomes, providers, relay, runs, verdicts, workspace
+from sovereign_agent.clock import Clock
 from sovereign_agent.configuration import Act, ActorSettings, ProviderSettings, Settings, resolve_reference
 from sovereign_agent.database import LEDGER_NAME, Connection, Database
-from sovereign_agent.errors import Contention, IllegalMove, PolicyRefusal, SovereignError
+from sovereign_agent.errors import IllegalMove, PolicyRefusal, SovereignError
 from sovereign_agent.providers.base import Envelope, OutcomeBrief, Proposal, SowBrief
 from sovereign_agent.records import (
-    ActorLease,
     Assignment,
     AssignmentState,
-    AttemptStatus,
     ExecutionAttempt,
     Message,
     Outcome,
     OutcomeState,
     Receipt,
-    ReceiptStatus,
     Role,
     Ruling,
     Sow,
     SowState,
     Verdict,
-    new_id,
 )
 
 OPEN_OUTCOME = (OutcomeState.ACTIVE, OutcomeState.AT_RISK, OutcomeState.READY)
-ENDED_RUN_PATIENCE_SECONDS = 60.0
-"""How long a finished run waits for a busy ledger before it gives its result up for lost."""
+TEXT_LIMIT_CHARACTERS = 4000
 
 log = logging.getLogger(__name__)
+
+
+class _LookedEnough(Exception):
+    """Ends a transaction that was only there to look in."""
 
 
 def invoke_actor(settings: ProviderSettings, envelope: Envelope, folder: workspace.Workspace) -> Proposal:
@@ -85,10 +81,14 @@ class Organization:
             read_only=read_only,
             clock=clock,
         )
-        self._hosting_lock = threading.Lock()
-        self._hosted: Counter[int] = Counter()
-        for component, reference in self.settings.extensions.items():
-            self.db.extend(component, resolve_reference(reference, self.root))
+        lease_ttl = timedelta(seconds=self.settings.authority.actor_lease_seconds)
+        self._host = runs.Host(self.db, self.process_identity, lease_ttl)
+        try:
+            for component, reference in self.settings.extensions.items():
+                self.db.extend(component, resolve_reference(reference, self.root))
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def init(cls, root: Path | str, *, ledger_url: str = "", clock: Clock | None = None) -> Organization:
@@ -115,7 +115,7 @@ class Organization:
         """
         self._authorize(owner, "create_outcome")
         for name in checks:
-            self._known_check(name)
+            verdicts.require_check(self.settings.checks, name)
         with self.db.transaction() as connection:
             return outcomes.create_outcome(
                 connection,
@@ -142,8 +142,10 @@ class Organization:
         actor_id: str,
         required_effect_kind: str | None = None,
     ) -> Sow:
-        """Write a DRAFT statement of work. With `required_effect_kind`, evidence of that kind must exist
-        before the work can be verified."""
+        """Write a DRAFT statement of work.
+
+        With `required_effect_kind`, evidence of that kind must exist before the work can be verified.
+        """
         self._authorize(actor_id, "plan")
         with self.db.immediate() as connection:
             _require_open(outcomes.lock_outcome(connection, outcome_id), also=(OutcomeState.DRAFT,))
@@ -197,9 +199,10 @@ class Organization:
             )
 
     def cancel(self, assignment_id: str, actor_id: str) -> Assignment:
-        """Call an assignment off. A RUNNING one loses its attempt: its program may run on, but nothing it does
-        becomes canonical, and its receipt says ``interrupted``.
+        """Call an assignment off.
 
+        A RUNNING one loses its attempt: its program may run on, but nothing it does becomes canonical, and its
+        receipt says ``interrupted``.
         Raises PolicyRefusal, Refusal (``assignment_missing``), IllegalMove when it has already ended.
         """
         self._authorize(actor_id, "cancel")
@@ -207,28 +210,9 @@ class Organization:
             now = self.db.now()
             if not outcomes.cancel_created_assignment(connection, assignment_id, actor=actor_id, now=now):
                 attempt = fencing.active_attempt(connection, assignment_id)
-                if attempt is None or not self._revoke(connection, attempt, actor_id, now):
+                if attempt is None or not runs.revoke(connection, attempt, actor_id, now=now):
                     raise _ended(outcomes.get_assignment(connection, assignment_id))
             return outcomes.get_assignment(connection, assignment_id)
-
-    def _revoke(self, connection: Connection, attempt: ExecutionAttempt, actor_id: str, now: datetime) -> bool:
-        receipt = Receipt(
-            id=new_id("rcp"),
-            assignment_id=attempt.assignment_id,
-            attempt_id=attempt.id,
-            actor_id=attempt.actor_id,
-            status=ReceiptStatus.FAILED,
-            failure_category="interrupted",
-            summary=f"Canceled by {actor_id} while it ran. What it had finished is unknown.",
-        )
-        revoked = fencing.end_attempt(
-            connection, attempt, AttemptStatus.RECOVERED, receipt, becomes=AssignmentState.CANCELED, now=now
-        )
-        if revoked:
-            fencing.release_lease(
-                connection, attempt.actor_id, attempt.process_identity, attempt.actor_lease_fencing_token
-            )
-        return revoked
 
     # --- running ------------------------------------------------------------------------------------------
 
@@ -240,7 +224,7 @@ class Organization:
         PolicyRefusal, IllegalMove, Refusal (``assignment_missing``). An interruption is recorded, then raised.
         """
         assignment = outcomes.get_assignment(self.db.connection, assignment_id)
-        with self._hosting(assignment.actor_id) as lease:
+        with self._host.hosting(assignment.actor_id) as lease:
             settings = self._may_run(assignment)
             attempt = fencing.acquire_execution_attempt(
                 self.db,
@@ -250,47 +234,24 @@ class Organization:
                 lease.fencing_token,
                 ttl=timedelta(seconds=self.settings.authority.execution_attempt_seconds),
             )
-            interruption: BaseException | None = None
             try:
-                proposal = self._propose(assignment, attempt, settings)
+                receipt = runs.receipt_for(attempt, self._propose(assignment, attempt, settings))
             except Exception as error:
                 log.exception("run of %s failed inside this program", assignment_id)
-                proposal = _failed("internal_error", f"{type(error).__name__}: {error}")
+                receipt = runs.failure(attempt, "internal_error", f"{type(error).__name__}: {error}")
             except BaseException as error:
-                interruption = error
-                proposal = _failed("interrupted", f"The worker was interrupted ({type(error).__name__}).")
-            receipt = self._finish(attempt, proposal)
-            self.apply_workspace_policy(attempt.id, assignment.workspace_policy, receipt)
-            if interruption:
-                raise interruption
-            return receipt
+                why = f"The worker was interrupted ({type(error).__name__})."
+                self._end_run(assignment, attempt, runs.failure(attempt, "interrupted", why))
+                raise
+            return self._end_run(assignment, attempt, receipt)
 
-    @contextmanager
-    def _hosting(self, actor_id: str) -> Iterator[ActorLease]:
-        """Hold the actor's lease. Runs of one actor in this process share it; the last one gives it back."""
-        with self._hosting_lock:
-            lease = fencing.acquire_or_renew_actor_lease(
-                self.db,
-                actor_id,
-                self.process_identity,
-                ttl=timedelta(seconds=self.settings.authority.actor_lease_seconds),
-            )
-            self._hosted[lease.fencing_token] += 1
+    def _end_run(self, assignment: Assignment, attempt: ExecutionAttempt, receipt: Receipt) -> Receipt:
+        written = runs.finish(self.db, attempt, receipt)
         try:
-            yield lease
-        finally:
-            self._give_back(lease)
-
-    def _give_back(self, lease: ActorLease) -> None:
-        with self._hosting_lock:
-            self._hosted[lease.fencing_token] -= 1
-            if self._hosted[lease.fencing_token] > 0:
-                return
-            del self._hosted[lease.fencing_token]
-            try:
-                fencing.release_actor_lease(self.db, lease.actor_id, self.process_identity, lease.fencing_token)
-            except SovereignError as error:  # it runs out by itself; how the run ended is already settled
-                log.warning("lease on %s was not released: %s", lease.actor_id, error)
+            runs.apply_workspace_policy(self.db, self.root, attempt.id, assignment.workspace_policy, written)
+        except (SovereignError, OSError) as error:  # the result is durable: what is left is a later tick's
+            log.warning("the folder of %s is left to the supervisor: %s", attempt.id, error)
+        return written
 
     def _may_run(self, assignment: Assignment) -> ProviderSettings:
         """All that can be refused before anything is touched."""
@@ -313,34 +274,6 @@ class Organization:
         )
         return invoke_actor(settings, envelope, workspace.allocate(self.root, attempt.id))
 
-    def _finish(self, attempt: ExecutionAttempt, proposal: Proposal) -> Receipt:
-        """The terminal write, repeated while the ledger is busy: hours of work may hang on it."""
-        receipt = _receipt(attempt, proposal)
-        deadline = monotonic() + ENDED_RUN_PATIENCE_SECONDS
-        while True:
-            try:
-                with self.db.immediate() as connection:
-                    now = self.db.now()
-                    fencing.finish_own_attempt(connection, attempt, receipt, now=now)
-                return replace(receipt, created_at=now)
-            except Contention:
-                if monotonic() > deadline:
-                    raise
-
-    def apply_workspace_policy(self, attempt_id: str, policy: str, receipt: Receipt) -> workspace.Reclaim:
-        """Copy a durable receipt to disk and reclaim the run's folder. Changes no state of the work.
-
-        Only for an attempt that has ended in the ledger. What could not be removed is left for a later tick.
-        """
-        reclaim = workspace.Reclaim("partial", ("receipt.json",))
-        with suppress(OSError):
-            workspace.write_receipt(self.root, attempt_id, journal.receipt_json(receipt))
-            reclaim = workspace.reclaim_workspace(self.root, attempt_id, policy)
-        if reclaim.status != "partial":
-            with self.db.transaction() as connection:
-                fencing.close_workspace(connection, attempt_id)
-        return reclaim
-
     def record_effect(
         self, connection: Connection, assignment_id: str, kind: str, detail: dict[str, Any], recorded_by: str
     ) -> None:
@@ -353,7 +286,6 @@ class Organization:
                 why=f"It is {assignment.state.value}: only completed work has effects.",
                 inspect=f"sovereign-agent inspect {assignment_id}",
             )
-        now = self.db.now()
         outcomes.record_evidence(
             connection,
             sow_id=assignment.sow_id,
@@ -361,7 +293,7 @@ class Organization:
             kind=kind,
             detail=detail,
             recorded_by=recorded_by,
-            now=now,
+            now=self.db.now(),
         )
 
     # --- judging ------------------------------------------------------------------------------------------
@@ -370,23 +302,30 @@ class Organization:
         """Check completed work against its receipt: COMPLETED -> VERIFIED, or REJECTED.
 
         The deliverables must still be what the receipt says they were, and a required effect must be there.
+        Raises PolicyRefusal (``authority_refusal``; ``self_approval`` for whoever did any of it), IllegalMove.
         """
         self._authorize(verifier_id, "verify")
-        assignment = self._last_assignment(self.db.connection, sow_id)
-        self._keep_apart(verifier_id, "verify", sow_id, {assignment.actor_id})
-        verdict = self._inspect_work(assignment)
+        connection = self.db.connection
+        receipt = verdicts.completing_receipt(connection, sow_id)
+        workers = {assignment.actor_id for assignment in outcomes.assignments_of(connection, sow_id)}
+        _keep_apart(verifier_id, "verify", sow_id, workers)
+        verdict = verdicts.inspect_work(self.root, receipt)
         with self.db.immediate() as connection:
             now = self.db.now()
             sow = outcomes.get_sow(connection, sow_id)
-            kinds = {str(item["kind"]) for item in outcomes.evidence_of(connection, assignment.id)}
+            kinds = {str(item["kind"]) for item in outcomes.evidence_of(connection, receipt.assignment_id)}
             if verdict.passed and sow.required_effect_kind and sow.required_effect_kind not in kinds:
-                verdict = Verdict(False, f"No evidence of the required effect {sow.required_effect_kind!r}.")
+                verdict = verdicts.failed(f"No evidence of the required effect {sow.required_effect_kind!r}.")
+            if verdicts.completing_receipt(connection, sow_id).id != receipt.id:
+                raise IllegalMove(
+                    f"{sow_id} was not judged.", category="illegal_move", why="It was done again in the meantime."
+                )
             to = SowState.VERIFIED if verdict.passed else SowState.REJECTED
             outcomes.move_sow(connection, sow_id, (SowState.COMPLETED,), to, actor=verifier_id, now=now)
             outcomes.record_verification(
                 connection,
                 subject=sow_id,
-                assignment_id=assignment.id,
+                assignment_id=receipt.assignment_id,
                 verifier=verifier_id,
                 passed=verdict.passed,
                 reason=verdict.reason,
@@ -396,44 +335,50 @@ class Organization:
         return verdict
 
     def verify_outcome(self, outcome_id: str, verifier_id: str) -> list[tuple[str, Verdict]]:
-        """Run an outcome's checks and record what they found. Moves nothing: `accept` runs them again."""
+        """Run an outcome's checks and record what they found. Moves nothing: `accept` runs them again.
+
+        Raises PolicyRefusal (``authority_refusal``; ``self_approval`` for whoever did any of its work).
+        """
         self._authorize(verifier_id, "verify")
-        with self.db.immediate() as connection:
-            outcome = outcomes.get_outcome(connection, outcome_id)
-            verdicts = self._run_checks(connection, outcome)
+        hands = outcomes.hands_on_outcome(self.db.connection, outcome_id)
+        _keep_apart(verifier_id, "verify", outcome_id, hands["executed"])
+        found: dict[str, Verdict] = {}
+        with suppress(_LookedEnough), self.db.immediate() as connection:
+            found = self._run_checks(connection, outcomes.get_outcome(connection, outcome_id))
+            raise _LookedEnough  # no check may write, and one that broke may have taken the transaction with it
         with self.db.transaction() as connection:
-            failed = [f"{name}: {verdict.reason}" for name, verdict in verdicts if not verdict.passed]
+            failures = verdicts.failures(found)
             outcomes.record_verification(
                 connection,
                 subject=outcome_id,
                 assignment_id="",
                 verifier=verifier_id,
-                passed=not failed,
-                reason="; ".join(failed) or "every check holds",
-                detail={name: verdict.detail for name, verdict in verdicts},
+                passed=not failures,
+                reason=failures or "every check holds",
+                detail={name: verdict.detail for name, verdict in found.items()},
                 now=self.db.now(),
             )
-        return verdicts
+        return list(found.items())
 
     def review(self, sow_id: str, reviewer_id: str, *, approve: bool = True, note: str = "") -> Sow:
         """Approve or reject verified work: VERIFIED -> APPROVED | REJECTED.
 
-        Raises PolicyRefusal: ``self_approval`` when the reviewer planned, assigned or did any of it.
+        Raises PolicyRefusal (``authority_refusal``; ``self_approval`` for whoever planned, assigned or did any of
+        it), IllegalMove.
         """
         self._authorize(reviewer_id, "review")
         with self.db.immediate() as connection:
             sow = outcomes.get_sow(connection, sow_id)
             tries = outcomes.assignments_of(connection, sow_id)
             hands = {sow.created_by} | {a.actor_id for a in tries} | {a.planner_id for a in tries}
-            self._keep_apart(reviewer_id, "review", sow_id, hands)
-            now = self.db.now()
-            assignment = self._last_assignment(connection, sow_id)
+            _keep_apart(reviewer_id, "review", sow_id, hands)
             to = SowState.APPROVED if approve else SowState.REJECTED
+            now = self.db.now()
             outcomes.move_sow(connection, sow_id, (SowState.VERIFIED,), to, actor=reviewer_id, now=now)
             outcomes.record_review(
                 connection,
                 sow_id=sow_id,
-                assignment_id=assignment.id,
+                assignment_id=verdicts.completing_receipt(connection, sow_id).assignment_id,
                 reviewer=reviewer_id,
                 approved=approve,
                 note=note,
@@ -451,23 +396,24 @@ class Organization:
         with self.db.immediate() as connection:
             outcome = outcomes.lock_outcome(connection, outcome_id)
             hands = outcomes.hands_on_outcome(connection, outcome_id)
-            self._keep_apart(accepter_id, "accept", outcome_id, hands["executed"] | hands["reviewed"])
-            verdicts = self._run_checks(connection, outcome)
-            failed = [f"{name}: {verdict.reason}" for name, verdict in verdicts if not verdict.passed]
-            if failed:
+            _keep_apart(accepter_id, "accept", outcome_id, hands["executed"] | hands["reviewed"])
+            found = self._run_checks(connection, outcome)
+            if failures := verdicts.failures(found):
                 raise PolicyRefusal(
                     f"Outcome {outcome_id} was not accepted.",
                     category="condition_not_met",
-                    why="; ".join(failed),
+                    why=failures,
                     inspect=f"sovereign-agent inspect {outcome_id}",
                 )
-            detail = {name: verdict.detail for name, verdict in verdicts}
+            detail = {name: verdict.detail for name, verdict in found.items()}
             outcomes.accept_outcome(connection, outcome_id, accepter=accepter_id, detail=detail, now=self.db.now())
             return outcomes.get_outcome(connection, outcome_id)
 
     def rule(self, sow_id: str, decision: str, principal_id: str) -> Ruling:
-        """Decide what blocked, failed or rejected work could not: it becomes READY, and the decision goes into
-        every later envelope."""
+        """Decide what blocked, failed or rejected work could not.
+
+        It becomes READY, and the decision goes into every later envelope.
+        """
         self._authorize(principal_id, "rule")
         with self.db.immediate() as connection:
             now = self.db.now()
@@ -513,8 +459,8 @@ class Organization:
             lines.append(f"{outcome.state:<9} {outcome.id}  {outcome.title}")
             for sow in outcomes.sows_of(connection, outcome.id):
                 lines.append(f"  {sow.state:<9} {sow.id}  {sow.scope}")
-                for assignment in outcomes.assignments_of(connection, sow.id):
-                    lines.append(f"    {assignment.state:<9} {assignment.id}  {assignment.actor_id}")
+                tries = outcomes.assignments_of(connection, sow.id)
+                lines += [f"    {each.state:<9} {each.id}  {each.actor_id}" for each in tries]
         return "\n".join(lines) or "No open outcome."
 
     # --- rules --------------------------------------------------------------------------------------------
@@ -528,83 +474,19 @@ class Organization:
             )
         return actor
 
-    def _keep_apart(self, actor_id: str, act: str, subject: str, hands: set[str]) -> None:
-        if actor_id in hands:
-            raise PolicyRefusal(
-                f"{actor_id} may not {act} {subject}.",
-                category="self_approval",
-                why="The ledger shows that it has had a hand in this work, and nobody judges its own.",
-                inspect=f"sovereign-agent inspect {subject}",
-                next_command=f"let another actor {act} it",
-            )
-
-    def _last_assignment(self, connection: Connection, sow_id: str) -> Assignment:
-        outcomes.get_sow(connection, sow_id)
-        tries = outcomes.assignments_of(connection, sow_id)
-        if not tries:
-            raise IllegalMove(f"{sow_id} was never assigned.", category="illegal_move", why="There is no work to judge.")
-        return tries[-1]
-
-    def _inspect_work(self, assignment: Assignment) -> Verdict:
-        receipts = journal.receipts_of(self.db.connection, assignment.id)
-        if not receipts or receipts[-1].status is not ReceiptStatus.COMPLETED:
-            return Verdict(False, f"Assignment {assignment.id} has no completed receipt.")
-        declared = {str(d["name"]): str(d["sha256"]) for d in receipts[-1].detail.get("deliverables", [])}
-        folder = workspace.locate(self.root, receipts[-1].attempt_id)
-        try:
-            found = {d.name: d.sha256 for d in workspace.collect_deliverables(folder, sorted(declared))}
-        except (PolicyRefusal, OSError) as error:
-            return Verdict(False, f"A deliverable cannot be read: {error}")
-        changed = sorted(name for name, digest in declared.items() if found[name] != digest)
-        if changed:
-            return Verdict(False, f"Changed since the receipt: {', '.join(changed)}.", {"changed": changed})
-        return Verdict(True, f"{len(declared)} deliverable(s) are what the receipt says.", {"deliverables": declared})
-
-    def _known_check(self, name: str) -> str:
-        if name not in self.settings.checks:
-            raise IllegalMove(
-                f"There is no check {name!r}.",
-                category="unknown_check",
-                why=f"[checks] in sovereign.toml has: {', '.join(self.settings.checks) or 'none'}.",
-                next_command=f'add {name} = "package.module:function" under [checks]',
-            )
-        return self.settings.checks[name]
-
-    def _run_checks(self, connection: Connection, outcome: Outcome) -> list[tuple[str, Verdict]]:
-        """Every check in turn, up to the first that raises: it may have taken the transaction with it."""
-        verdicts: list[tuple[str, Verdict]] = []
-        for name in outcome.checks:
-            check = resolve_reference(self._known_check(name), self.root)
-            try:
-                verdicts.append((name, check(connection, outcome)))
-            except Exception as error:
-                verdicts.append((name, Verdict(False, f"the check itself failed: {type(error).__name__}: {error}")))
-                break
-        return verdicts
+    def _run_checks(self, connection: Connection, outcome: Outcome) -> dict[str, Verdict]:
+        return verdicts.run_checks(connection, outcome, self.settings.checks, self.root)
 
 
-def _receipt(attempt: ExecutionAttempt, proposal: Proposal) -> Receipt:
-    detail = dict(proposal.detail)
-    detail["fencing_token"] = attempt.fencing_token
-    detail["deliverables"] = [{"name": d.name, "size": d.size, "sha256": d.sha256} for d in proposal.deliverables]
-    if proposal.report and proposal.report.proposal is not None:
-        detail["proposal"] = proposal.report.proposal
-    if proposal.report and proposal.report.question:
-        detail["question"] = proposal.report.question
-    return Receipt(
-        id=new_id("rcp"),
-        assignment_id=attempt.assignment_id,
-        attempt_id=attempt.id,
-        actor_id=attempt.actor_id,
-        status=proposal.status,
-        failure_category=proposal.failure_category,
-        summary=proposal.summary,
-        detail=detail,
-    )
-
-
-def _failed(category: str, summary: str) -> Proposal:
-    return Proposal(ReceiptStatus.FAILED, category, summary, None)
+def _keep_apart(actor_id: str, act: str, subject: str, hands: set[str]) -> None:
+    if actor_id in hands:
+        raise PolicyRefusal(
+            f"{actor_id} may not {act} {subject}.",
+            category="self_approval",
+            why="The ledger shows that it has had a hand in this work, and nobody judges its own.",
+            inspect=f"sovereign-agent inspect {subject}",
+            next_command=f"let another actor {act} it",
+        )
 
 
 def _require_open(outcome: Outcome, *, also: tuple[OutcomeState, ...] = ()) -> None:
@@ -635,12 +517,16 @@ def _role(role: Role | str) -> Role:
     try:
         return Role(role)
     except ValueError as error:
-        raise IllegalMove(f"There is no role {role!r}.", category="unknown_role", why=f"Known: {', '.join(Role)}.") from error
+        raise IllegalMove(
+            f"There is no role {role!r}.", category="unknown_role", why=f"Known: {', '.join(Role)}."
+        ) from error
 
 
 def _text(value: str, what: str) -> str:
-    if value.strip() and len(value) <= 4000:
+    if value.strip() and len(value) <= TEXT_LIMIT_CHARACTERS:
         return value
     raise IllegalMove(
-        f"The {what} cannot be recorded.", category="invalid_text", why="It must have 1 to 4000 characters."
+        f"The {what} cannot be recorded.",
+        category="invalid_text",
+        why=f"It must have 1 to {TEXT_LIMIT_CHARACTERS} characters.",
     )

@@ -499,3 +499,35 @@ def _assignment(row: Row) -> Assignment:
         moment(row["created_at"]),
         moment(finished) if finished is not None else None,
     )
+
+
+def outcomes_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Outcome]:
+    """Up to `limit` outcomes with ids from `first` on, before `beyond`."""
+    rows = connection.execute(
+        "SELECT * FROM outcomes WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
+    )
+    return [_outcome(row) for row in rows]
+
+
+def sows_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Sow]:
+    """Up to `limit` statements of work with ids from `first` on, before `beyond`."""
+    rows = connection.execute(
+        "SELECT * FROM sows WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
+    )
+    return [_sow(row) for row in rows]
+
+
+def assignments_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Assignment]:
+    """Up to `limit` assignments with ids from `first` on, before `beyond`."""
+    rows = connection.execute(
+        "SELECT * FROM assignments WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
+    )
+    return [_assignment(row) for row in rows]
+
+
+def reviews_of(connection: Connection, sow_id: str) -> list[dict[str, Any]]:
+    """The reviews of a statement of work, oldest first: assignment_id, reviewer_id, approved, note."""
+    rows = connection.execute(
+        "SELECT assignment_id, reviewer_id, approved, note FROM reviews WHERE sow_id = ? ORDER BY seq", (sow_id,)
+    )
+    return [{**dict(row), "approved": bool(row["approved"])} for row in rows]

@@ -22,15 +22,15 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 
-from sovereign_agent import fencing, journal, relay
+from sovereign_agent import fencing, journal, relay, runs
 from sovereign_agent.clock import Clock
 from sovereign_agent.database import Database
-from sovereign_agent.errors import Contention, LedgerUnavailable, SovereignError
+from sovereign_agent.errors import Contention, LedgerUnavailable
 from sovereign_agent.fencing import WORKER_LOST
 from sovereign_agent.organization import Organization
 from sovereign_agent.records import ActorLease, AttemptStatus, ExecutionAttempt, Receipt
@@ -38,6 +38,7 @@ from sovereign_agent.records import ActorLease, AttemptStatus, ExecutionAttempt,
 __all__ = ["TICK_INTERVAL_SECONDS", "WORKER_LOST", "SupervisorReport", "recover_abandoned_assignments", "run", "tick"]
 
 TICK_INTERVAL_SECONDS = 2.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 RECOVERY_BATCH = 50
 """How many recoveries share one transaction: few enough that work can be claimed in between."""
 
@@ -84,22 +85,24 @@ def run(
 ) -> int:
     """Tick in the foreground every `interval` seconds until SIGINT or SIGTERM, or only `once`. Returns 0.
 
-    A busy ledger costs a tick, not the loop. LedgerFault ends it: that is for a human.
+    A busy ledger costs a tick, not the loop. LedgerFault ends it: that is for a human. A signal ends the loop at
+    once, even in the middle of a tick, which a later one continues; from then on the process ignores both signals.
     """
-    show = on_tick or (lambda report: None)
-    try:
-        with _sigterm_interrupts():
-            while True:
-                try:
-                    show(tick(org))
-                except Contention:
-                    if once:
-                        raise
-                if once:
-                    return 0
-                time.sleep(interval)
-    except KeyboardInterrupt:
+    if once:
+        _tick_and_show(org, on_tick)
         return 0
+    with suppress(KeyboardInterrupt), _first_signal_interrupts() as asked_to_stop:
+        while not asked_to_stop():
+            with suppress(Contention):
+                _tick_and_show(org, on_tick)
+            time.sleep(interval)
+    return 0
+
+
+def _tick_and_show(org: Organization, on_tick: Callable[[SupervisorReport], None] | None) -> None:
+    report = tick(org)
+    if on_tick:
+        on_tick(report)
 
 
 def _recover(org: Organization, clock: Clock | None, problems: list[str]) -> list[Receipt]:
@@ -124,7 +127,7 @@ def _recover_batch(
         return _recover_together(db, batch, clock)
     except (Contention, LedgerUnavailable):
         raise
-    except SovereignError as error:
+    except Exception as error:  # noqa: BLE001 - a row that cannot be fails in ways that nobody listed
         if len(batch) == 1:
             problems.append(f"Attempt {batch[0].id} of {batch[0].assignment_id} cannot be recovered: {error}")
             return []
@@ -143,38 +146,51 @@ def _recover_together(db: Database, batch: list[ExecutionAttempt], clock: Clock 
 
 
 def _apply_workspace_policies(org: Organization, problems: list[str]) -> None:
-    """Deal with every ended run's folder that nobody has dealt with: after a recovery, or a worker's death
-    between its terminal write and its clean-up."""
+    """Deal with every ended run's folder that nobody has dealt with.
+
+    After a recovery, a cancellation, or a worker's death between its terminal write and its clean-up.
+    """
     last = ""
     while page := fencing.attempts_to_reclaim(org.db.connection, after=last, limit=RECOVERY_BATCH):
         for last, policy in page:
-            receipt = journal.receipt_of_attempt(org.db.connection, last)
-            if receipt is None:
-                problems.append(f"Attempt {last} has ended without a receipt.")
-                continue
             try:
-                reclaim = org.apply_workspace_policy(last, policy, receipt)
+                trouble = _apply_workspace_policy(org, last, policy)
             except (Contention, LedgerUnavailable):
                 raise
-            except (SovereignError, OSError) as error:
-                problems.append(f"The folder of attempt {last} cannot be dealt with: {error}")
-                continue
-            if reclaim.status == "partial":
-                problems.append(f"The folder of attempt {last} is reclaimed in part: {', '.join(reclaim.leftovers)}")
+            except Exception as error:  # noqa: BLE001 - as above; the other folders are dealt with all the same
+                trouble = str(error)
+            if trouble:
+                problems.append(f"The folder of attempt {last} is not dealt with: {trouble}")
+
+
+def _apply_workspace_policy(org: Organization, attempt_id: str, policy: str) -> str:
+    receipt = journal.receipt_of_attempt(org.db.connection, attempt_id)
+    if receipt is None:
+        return "it has ended without a receipt"
+    reclaim = runs.apply_workspace_policy(org.db, org.root, attempt_id, policy, receipt)
+    return ", ".join(reclaim.leftovers) if reclaim.status == "partial" else ""
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM end the loop the way Ctrl-C does; only the main thread may set signal handlers."""
+def _first_signal_interrupts() -> Generator[Callable[[], bool]]:
+    """Let the first SIGINT or SIGTERM raise KeyboardInterrupt, and any further one do nothing.
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+    Yields the answer to whether one came: an exception that lands in a finalizer is swallowed there. Only the
+    main thread may set handlers; elsewhere nothing is set.
+    """
+    came: list[int] = []
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+        if len(came) == 1:
+            raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: False
         return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
     try:
-        yield
+        yield lambda: bool(came)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():  # whoever asked twice must not be answered while we tidy up
+            signal.signal(number, signal.SIG_IGN if came else handler)

@@ -306,8 +306,10 @@ def _runs(root: Path | str, *, create: bool) -> Generator[int]:
                     os.mkdir(part, 0o700, dir_fd=folder)
             try:
                 inner = os.open(part, _FOLDER, dir_fd=folder)
-            except NotADirectoryError:
-                raise _not_our_folder(path) from None
+            except OSError:
+                if not stat.S_ISDIR(os.lstat(part, dir_fd=folder).st_mode):
+                    raise _not_our_folder(path) from None
+                raise
             os.close(folder)
             folder = inner
         yield folder
@@ -332,7 +334,7 @@ def _deliverable(workspace: Workspace, name: str) -> Deliverable:
 def _pour(workspace: Workspace, name: str, limit: int, into: Callable[[bytes], object]) -> int | None:
     """Hand a plain file's bytes to `into`, piece by piece; answer how many there were, None without a file.
 
-    Each step of the way is looked at before it is taken, and the size is judged twice: as it is, as it grows.
+    Each step of the way is looked at before it is taken. The bytes are counted as they come, for a file may grow.
     """
     *folders, last = _parts(name)
     with ExitStack() as opened:
@@ -353,19 +355,15 @@ def _pour(workspace: Workspace, name: str, limit: int, into: Callable[[bytes], o
             if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
                 raise _not_plain(name, "it has another name elsewhere")
             size = 0
-            while info.st_size <= limit and (chunk := os.read(file, CHUNK_BYTES)):
+            while chunk := os.read(file, CHUNK_BYTES):
                 size += len(chunk)
                 if size > limit:
-                    break
+                    raise _too_large(name, limit)
                 into(chunk)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise _not_plain(name, error.strerror or "it cannot be read") from error
-    if max(size, info.st_size) > limit:
-        raise PolicyRefusal(
-            f"The file {name!r} was not read.", category="file_too_large", why=f"It is larger than {limit:,} bytes."
-        )
     return size
 
 
@@ -408,6 +406,11 @@ def _not_plain(name: str, reason: str) -> PolicyRefusal:
         category="boundary_violated",
         why=f"Only a plain file of the run itself counts: {reason}.",
     )
+
+
+def _too_large(name: str, limit: int) -> PolicyRefusal:
+    why = f"It is larger than {limit:,} bytes."
+    return PolicyRefusal(f"The file {name[:80]!r} was not read.", category="file_too_large", why=why)
 
 
 def _not_our_folder(path: Path) -> PolicyRefusal:

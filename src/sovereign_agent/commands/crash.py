@@ -21,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -47,7 +47,7 @@ DEADLINE_SECONDS = 60.0
 """No scene may take longer: a demo that hangs shows nothing."""
 
 PLANTED_REPORT = {"status": "completed", "summary": "All done, says a program whose worker never came back."}
-HONEST_REPORT = {"status": "completed", "summary": "The till was counted twice; it agrees.", "deliverables": ["till.txt"]}
+HONEST_REPORT = {"status": "completed", "summary": "The till agrees with the book.", "deliverables": ["till.txt"]}
 PROVIDERS: dict[str, list[dict[str, Any]]] = {
     "dies-in-the-middle": [{"report": PLANTED_REPORT}, {"touch": "report-is-there"}, {"sleep": DEADLINE_SECONDS}],
     "oversleeps": [{"wait_for": "go-on", "seconds": DEADLINE_SECONDS}, {"report": PLANTED_REPORT}],
@@ -80,7 +80,7 @@ def main(*, json: bool, ledger: str, root: Path | None) -> int:
         if root is None:
             shutil.rmtree(folder, ignore_errors=True)
     if json:
-        print(json_text.dumps(report, indent=2))
+        sys.stdout.write(json_text.dumps(report, indent=2) + "\n")
     return 0 if _as_promised(report) else 1
 
 
@@ -105,6 +105,7 @@ class CrashDemo:
     ledger: str
     console: Console
     started: float = field(default_factory=monotonic)
+    workers: list[subprocess.Popen[str]] = field(default_factory=list[subprocess.Popen[str]])
 
     def play(self) -> dict[str, Any]:
         """All scenes, in order; what was seen, as the JSON that `--json` prints."""
@@ -112,8 +113,8 @@ class CrashDemo:
         _configure(self.folder)
         org.close()
         org = Organization(self.folder)
-        self.say(f"An organization on {org.db.engine}, with leases of {ACTOR_LEASE_SECONDS:g} s and attempts of")
-        self.say(f"{EXECUTION_ATTEMPT_SECONDS:g} s, and its supervisor, a process of its own.")
+        self.say(f"An organization on {org.db.engine}, and its supervisor, a process of its own.")
+        self.say(f"A lease lasts {ACTOR_LEASE_SECONDS:g} s here, an attempt {EXECUTION_ATTEMPT_SECONDS:g} s.")
         outcome = org.create_outcome("Close the shop", "The till is counted.", [], "principal-human")
         org.activate(outcome.id, "principal-human")
         sow = org.create_sow(outcome.id, "Count the till", "operator", "master-course")
@@ -128,12 +129,16 @@ class CrashDemo:
             return report
         finally:
             org.close()
+            for worker in self.workers:
+                with suppress(ProcessLookupError):
+                    worker.kill()
+                worker.wait()
 
     def kill_a_worker(self, org: Organization, sow_id: str) -> dict[str, Any]:
         """Scene 1: SIGKILL in the middle, a planted report, and the recovery."""
         assignment, worker = self.start_worker(org, sow_id, "dies-in-the-middle")
         run = self.await_running(org, assignment.id)
-        _eventually(lambda: (run.path / "report-is-there").exists(), "the program's report")
+        _eventually((run.path / "report-is-there").exists, "the program's report")
         self.scene(f"A worker runs {assignment.id}. Its program has just left a report that says: completed.")
         killed_at = monotonic()
         worker.kill()
@@ -146,7 +151,7 @@ class CrashDemo:
         ended = outcomes.get_assignment(org.db.connection, assignment.id)
         receipt = journal.receipts_of(org.db.connection, assignment.id)[-1]
         kept = json_text.loads((run.out / "report.json").read_text())["status"] == "completed"
-        self.say(f"{seconds} s later the supervisor has made it {ended.state}: {receipt.failure_category}, {receipt.id}.")
+        self.say(f"{seconds} s later the supervisor made it {ended.state}: {receipt.failure_category}, {receipt.id}.")
         self.say("The report is kept beside it, and not believed.")
         return {
             "ledger": org.db.engine,
@@ -201,12 +206,13 @@ class CrashDemo:
         org.rebind_actor("operator-course", provider, "principal-human")
         _eventually(lambda: _is_free(org), "the actor's lease to run out")
         assignment = org.assign(sow_id, "operator-course", "master-course")
-        return assignment, _start(self.folder, "run", assignment.id, "--json", stderr=subprocess.PIPE)
+        self.workers.append(_start(self.folder, "run", assignment.id, "--json", stderr=subprocess.PIPE))
+        return assignment, self.workers[-1]
 
     def await_running(self, org: Organization, assignment_id: str) -> Workspace:
         """Wait until the ledger says RUNNING; the run's folder."""
         attempt = _eventually(
-            lambda: outcomes.get_assignment(org.db.connection, assignment_id).current_execution_attempt, "RUNNING"
+            lambda: outcomes.get_assignment(org.db.connection, assignment_id).current_execution_attempt or "", "RUNNING"
         )
         return workspace.locate(self.folder, attempt)
 
@@ -240,7 +246,7 @@ def _configure(folder: Path) -> None:
 
 def _start(folder: Path, *arguments: str, stderr: int | TextIO = subprocess.DEVNULL) -> subprocess.Popen[str]:
     """Start this program as another process, the way a person would."""
-    return subprocess.Popen(
+    return subprocess.Popen(  # noqa: S603 - this interpreter, and arguments of our own
         [sys.executable, "-m", "sovereign_agent", *arguments, "--root", str(folder)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -251,7 +257,7 @@ def _start(folder: Path, *arguments: str, stderr: int | TextIO = subprocess.DEVN
 
 
 @contextmanager
-def _supervisor(folder: Path) -> Iterator[None]:
+def _supervisor(folder: Path) -> Generator[None]:
     """A supervisor process, ended with SIGTERM when the scenes are over."""
     process = _start(folder, "supervisor")
     try:
@@ -276,6 +282,6 @@ def _eventually(condition: Callable[[], T], what: str) -> T:
     deadline = monotonic() + DEADLINE_SECONDS
     while not (answer := condition()):
         if monotonic() > deadline:
-            raise SovereignError(f"The demo waited {DEADLINE_SECONDS:g} s for {what} in vain.", category="demo_deadline")
+            raise SovereignError(f"The demo waited {DEADLINE_SECONDS:g} s for {what}.", category="demo_deadline")
         time.sleep(0.02)
     return answer

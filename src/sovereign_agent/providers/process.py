@@ -147,7 +147,7 @@ def run(
     """
     started = monotonic()
     ended_by: Literal["itself", "timeout"] = "itself"
-    watch = _Watch(Capture(workspace.raw / "stdout.log"), Capture(workspace.raw / "stderr.log"))
+    watch = _Watch(workspace.raw)
     try:
         watch.start(argv, workspace.path, variables, stdin)
         if not watch.ended.wait(timeout_seconds):
@@ -170,14 +170,14 @@ def run(
 class _Watch:
     """The threads around one child, and the only hand that may signal its group."""
 
-    def __init__(self, stdout: Capture, stderr: Capture) -> None:
-        self.stdout = stdout
-        self.stderr = stderr
+    def __init__(self, raw: Path) -> None:
+        self._stop_read, self._stop_write = os.pipe()
+        self.stdout = Capture(raw / "stdout.log")
+        self.stderr = Capture(raw / "stderr.log")
         self.ended = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self._held = False
         self._threads: list[threading.Thread] = []
-        self._stop_read, self._stop_write = os.pipe()
 
     def start(self, argv: Sequence[str], folder: Path, variables: Mapping[str, str], stdin: bytes) -> None:
         self._child = child = _start(argv, folder, variables)
@@ -198,14 +198,16 @@ class _Watch:
         for thread in self._threads[:1]:
             thread.join()  # it must see the end before the child is reaped
         if self._child:
-            code = self._child.wait()
+            with suppress(ChildProcessError):  # of a lost child Popen.wait would say that it ended well
+                code = os.waitstatus_to_exitcode(os.waitpid(self._child.pid, 0)[1])
+            self._child.returncode = code or 0
         os.close(self._stop_write)
         for thread in self._threads:
             thread.join()
         os.close(self._stop_read)
         self.stdout.close()
         self.stderr.close()
-        return code if self._held else None
+        return code
 
     def _spawn(self, act: Callable[..., None], *arguments: object) -> None:
         thread = threading.Thread(target=act, args=arguments, daemon=True)
@@ -275,14 +277,14 @@ def _start(argv: Sequence[str], folder: Path, variables: Mapping[str, str]) -> s
 
 def _cause(error: OSError, program: str, folder: Path, search: str) -> str:
     """What really is missing: one ENOENT stands for the folder, the program, a link's target and an interpreter."""
-    if not folder.is_dir():
+    if not os.access(folder, os.F_OK):
         return f"the folder it should run in is not there ({folder})"
     places = [folder] if "/" in program else [Path(place) for place in search.split(os.pathsep) if place]
     found = next((place / program for place in places if os.path.lexists(place / program)), None)
     if error.errno == errno.ENOENT:
         if found is None:
             return "there is no such file" if "/" in program else f"no such program is on the PATH ({search})"
-        if not found.exists():
+        if not os.access(found, os.F_OK):
             return f"{found} is a link to nothing"
         return f"{found} is there, but the interpreter or loader that it names is not"
     causes = {

@@ -15,14 +15,17 @@ follows it, a commit too, is refused, because an engine may have ended the trans
 from __future__ import annotations
 
 import math
+import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from types import TracebackType
 from typing import Any, Protocol
 
-from sovereign_agent.errors import IllegalMove, LedgerFault
+from sovereign_agent.errors import IllegalMove, LedgerFault, LedgerUnavailable
 
 Value = str | int | float | bytes | None
 SMALLEST, GREATEST = -(2**63), 2**63 - 1
@@ -80,12 +83,44 @@ class Migration:
     min_writer: int
 
 
+class Transaction:
+    """One transaction as a context manager: commits at a clean end, rolls back on anything else."""
+
+    __slots__ = ("__weakref__", "_connection", "_ledger_lock")
+
+    def __init__(self, connection: Connection, *, ledger_lock: bool) -> None:
+        self._connection = connection
+        self._ledger_lock = ledger_lock
+
+    def __enter__(self) -> Connection:
+        self._connection.begin(self, ledger_lock=self._ledger_lock)
+        return self._connection
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self._connection.commit()
+        else:
+            self._connection.rollback(self)
+
+    def __del__(self) -> None:
+        # A KeyboardInterrupt can land between __enter__ and the body, or at the door of __exit__; then nobody
+        # else gives the lock back.
+        self._connection.rollback(self)
+
+
 class Connection(ABC):
     """One session of one thread on one ledger. Not for sharing between threads or across a fork."""
 
+    closed = True
+
     def __init__(self) -> None:
-        self._in_ours = False
+        self._pid = os.getpid()
+        self._owner: weakref.ref[Transaction] | None = None
         self._first_error: BaseException | None = None
+        self.closed = False
+
+    def __del__(self) -> None:
+        self.close()  # a thread that ends gives its session back
 
     def execute(self, sql: str, params: Sequence[Value] = ()) -> Result:
         """Run one statement. Outside a transaction it commits by itself.
@@ -93,47 +128,67 @@ class Connection(ABC):
         Raises IllegalMove for a parameter no engine can hold, ConstraintBroken, Contention,
         LedgerUnavailable; LedgerFault when the transaction it belongs to is no longer open.
         """
-        bound = bind(params)
-        if not self._in_ours:
-            return self._run(sql, bound)
+        self._require_usable()
+        if self._owner is None:
+            return self._run(sql, bind(params))
         self._require_open()
         try:
-            return self._run(sql, bound)
+            return self._run(sql, bind(params))
         except BaseException as error:
             self._first_error = error
             raise
 
-    def begin(self, *, ledger_lock: bool) -> None:
-        """Open a transaction; with `ledger_lock`, alone on this ledger. Refuses to nest."""
-        if self._in_ours:
+    def begin(self, owner: Transaction, *, ledger_lock: bool) -> None:
+        """Open `owner`'s transaction; with `ledger_lock`, alone on this ledger. Refuses to nest."""
+        self._require_usable()
+        if self._owner is not None or self.in_transaction:
             raise IllegalMove(
                 "A transaction was opened inside another one.",
                 category="transaction_nested",
                 why="The inner one could neither commit nor roll back on its own.",
                 next_command="pass the open connection to a function that takes one",
             )
-        self._first_error = None
         try:
+            self._owner = weakref.ref(owner)
             self._begin(ledger_lock)
-            self._in_ours = True
         except BaseException:
-            self._abandon()
+            self._undo()
             raise
 
     def commit(self) -> None:
         """Make the transaction durable, or raise: it never answers for a commit that did not happen."""
         try:
+            self._require_usable()
             self._require_open()
             self._commit()
-            self._in_ours = False
+            self._owner = None
         except BaseException:
-            self.rollback()
+            self._undo()
             raise
 
-    def rollback(self) -> None:
-        """Undo the transaction, if one is open. Never raises: the first error is the one to see."""
-        self._in_ours = False
-        self._abandon()
+    def rollback(self, owner: Transaction) -> None:
+        """Undo `owner`'s transaction, if it is the open one. Never raises: the first error is the one to see."""
+        if self._owner is not None and self._owner() in (owner, None):
+            self._undo()
+
+    def close(self) -> None:
+        """End the session. Idempotent. In a forked child it does nothing: the session is the parent's."""
+        if not self.closed and self._pid == os.getpid():
+            self.closed = True
+            self._close()
+
+    def _undo(self) -> None:
+        if self._pid == os.getpid():
+            self._abandon()
+            self._first_error = None
+            self._owner = None
+
+    def _require_usable(self) -> None:
+        refuse_fork(self._pid)
+        if self.closed:
+            raise LedgerUnavailable("This session of the ledger is closed.", category="ledger_closed")
+        if self._owner is not None and self._owner() is None:
+            self._undo()  # a second interrupt kept Transaction.__del__ from it
 
     def _require_open(self) -> None:
         if self._first_error is None and self.in_transaction:
@@ -149,11 +204,6 @@ class Connection(ABC):
     @abstractmethod
     def in_transaction(self) -> bool:
         """Whether the engine itself says that a transaction is open and sound."""
-
-    @property
-    @abstractmethod
-    def read_only(self) -> bool:
-        """Whether this session may write at all."""
 
     @abstractmethod
     def now(self) -> datetime:
@@ -171,10 +221,6 @@ class Connection(ABC):
         """Prepare a ledger that may be new: whatever its engine needs so that a commit survives a power cut."""
 
     @abstractmethod
-    def close(self) -> None:
-        """End the session. Idempotent."""
-
-    @abstractmethod
     def _run(self, sql: str, params: tuple[Value, ...]) -> Result: ...
 
     @abstractmethod
@@ -184,7 +230,22 @@ class Connection(ABC):
     def _commit(self) -> None: ...
 
     @abstractmethod
-    def _abandon(self) -> None: ...
+    def _abandon(self) -> None:
+        """Roll back whatever the engine has open; where that fails, close the session, which does it too."""
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+
+def refuse_fork(pid: int) -> None:
+    """Raise LedgerFault in any process but `pid`."""
+    if pid != os.getpid():
+        raise LedgerFault(
+            "This ledger was opened before a fork.",
+            category="forked",
+            why="A child that used its parent's connection would tear the ledger.",
+            next_command="open a new Database in the child",
+        )
 
 
 def bind(params: Sequence[Value]) -> tuple[Value, ...]:
@@ -240,7 +301,7 @@ def _integer(value: int) -> int:
     if SMALLEST <= value <= GREATEST:
         return value
     raise IllegalMove(
-        f"The number {value:.3e} does not fit the ledger.",
+        "A number was offered to the ledger that it cannot hold.",
         category="invalid_number",
         why="Stored integers have 64 bits.",
     )

@@ -13,14 +13,14 @@ from importlib import resources
 
 from sovereign_agent.clock import micros
 from sovereign_agent.errors import SchemaMismatch
-from sovereign_agent.storage.engine import Connection, Migration
+from sovereign_agent.storage.engine import Connection, Migration, Row, Transaction
 
 CORE = "sovereign_agent"
-STAMPS = "schema_migrations"
+STAMPS = "sovereign_migrations"
 
 # home: storage.migrate
 _CREATE_STAMPS = """
-CREATE TABLE IF NOT EXISTS schema_migrations (
+CREATE TABLE IF NOT EXISTS sovereign_migrations (
     component TEXT NOT NULL,
     number <integer> NOT NULL,
     name TEXT NOT NULL,
@@ -55,37 +55,20 @@ def checksum(migration: Migration) -> str:
 
 def migrate(connection: Connection, component: str, migrations: Sequence[Migration]) -> None:
     """Bring one component's tables up to date, or raise SchemaMismatch and write nothing."""
-    for migration in _missing(connection, component, migrations):
-        connection.begin(ledger_lock=True)
-        try:
+    for migration in missing(connection, component, migrations):
+        with Transaction(connection, ledger_lock=True):
             for statement in connection.schema_statements(_CREATE_STAMPS):
                 connection.execute(statement)
-            if migration in _missing(connection, component, migrations):
+            if migration in missing(connection, component, migrations):
                 _apply(connection, component, migration)
-        except BaseException:
-            connection.rollback()
-            raise
-        connection.commit()
-
-
-def refuse_foreign(connection: Connection) -> None:
-    """Raise SchemaMismatch for a database that has tables and no stamp of ours: it is another application's."""
-    tables = connection.tables()
-    if tables and STAMPS not in tables:
-        raise SchemaMismatch(
-            "This database belongs to another application.",
-            category="schema_foreign",
-            why="It has tables of its own and no stamp of this program.",
-            next_command="choose another --root, or another database",
-        )
 
 
 def check(connection: Connection, component: str, migrations: Sequence[Migration]) -> None:
     """Raise SchemaMismatch unless the component's tables are exactly up to date. Writes nothing."""
-    missing = _missing(connection, component, migrations)
-    if missing:
+    lacking = missing(connection, component, migrations)
+    if lacking:
         raise SchemaMismatch(
-            f"The ledger lacks {len(missing)} migration(s), the first being {missing[0].number:04d}_{missing[0].name}.",
+            f"The ledger lacks {len(lacking)} migration(s), the first being {lacking[0].number:04d}_{lacking[0].name}.",
             category="schema_older",
             why="It was made by an older version, or its creation was interrupted, and this command may not write.",
             next_command="sovereign-agent init",
@@ -96,7 +79,7 @@ def _apply(connection: Connection, component: str, migration: Migration) -> None
     for statement in connection.schema_statements(migration.sql):
         connection.execute(statement)
     connection.execute(
-        "INSERT INTO schema_migrations (component, number, name, checksum, min_writer, applied_at)"
+        "INSERT INTO sovereign_migrations (component, number, name, checksum, min_writer, applied_at)"
         " VALUES (?, ?, ?, ?, ?, ?)",
         (
             component,
@@ -109,28 +92,38 @@ def _apply(connection: Connection, component: str, migration: Migration) -> None
     )
 
 
-def _missing(connection: Connection, component: str, migrations: Sequence[Migration]) -> list[Migration]:
-    """What this program knows and the ledger has not, after refusing what it cannot work with."""
-    if STAMPS not in connection.tables():
-        return list(migrations)
-    rows = connection.execute(
-        "SELECT number, checksum, min_writer FROM schema_migrations WHERE component = ? ORDER BY number",
-        (component,),
-    ).fetchall()
-    known = {migration.number: migration for migration in migrations}
-    newest = max(known, default=0)
-    for row in rows:
-        if row["number"] > newest and row["min_writer"] > newest:
-            raise _newer(component, row["number"], newest)
-        if row["number"] in known and row["checksum"] != checksum(known[row["number"]]):
+def missing(connection: Connection, component: str, migrations: Sequence[Migration]) -> list[Migration]:
+    """What this program knows and the ledger has not, after refusing what it cannot work with. Writes nothing."""
+    tables = connection.tables()
+    if tables and STAMPS not in tables:
+        raise SchemaMismatch(
+            "This database belongs to another application.",
+            category="schema_foreign",
+            why="It has tables of its own and no stamp of this program.",
+            next_command="choose another --root, or another database",
+        )
+    applied = _stamps(connection, component) if tables else []
+    known = sorted(migrations, key=lambda migration: migration.number)
+    for row, expected in zip(applied, known, strict=False):
+        if (row["number"], row["checksum"]) != (expected.number, checksum(expected)):
             raise SchemaMismatch(
                 f"Migration {row['number']:04d} of {component} is not the one this ledger was made with.",
                 category="schema_altered",
                 why="Its text or its stamp was changed after it had been applied.",
                 next_command="use the version that made this ledger",
             )
-    applied = {row["number"] for row in rows}
-    return [migration for migration in migrations if migration.number not in applied]
+    newest = known[-1].number if known else 0
+    for row in applied[len(known) :]:
+        if row["min_writer"] > newest:
+            raise _newer(component, row["number"], newest)
+    return known[len(applied) :]
+
+
+def _stamps(connection: Connection, component: str) -> list[Row]:
+    return connection.execute(
+        "SELECT number, checksum, min_writer FROM sovereign_migrations WHERE component = ? ORDER BY number",
+        (component,),
+    ).fetchall()
 
 
 def _newer(component: str, number: int, newest: int) -> SchemaMismatch:

@@ -9,6 +9,7 @@ This room never shows a password: errors name the server, not the URL.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
@@ -17,8 +18,10 @@ from typing import Any, LiteralString, cast
 
 import psycopg
 from psycopg import errors
+from psycopg.adapt import AdaptersMap, Loader
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
+from psycopg.types.numeric import FloatDumper
 
 from sovereign_agent.clock import moment
 from sovereign_agent.errors import ConstraintBroken, Contention, LedgerFault, LedgerUnavailable, SovereignError
@@ -42,26 +45,51 @@ _REFUSE_CHANGE = """
 CREATE OR REPLACE FUNCTION refuse_change() RETURNS trigger LANGUAGE plpgsql AS
 $$ BEGIN RAISE EXCEPTION '% is append-only', TG_TABLE_NAME USING ERRCODE = 'integrity_constraint_violation'; END $$
 """
+_QUOTED_OR_PLACEHOLDER = re.compile(r"""'[^']*'|"[^"]*"|--[^\n]*|\?""")
 _BUSY = (errors.LockNotAvailable, errors.QueryCanceled, errors.DeadlockDetected, errors.SerializationFailure)
+_UNAVAILABLE = (
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    errors.IdleInTransactionSessionTimeout,
+    errors.ReadOnlySqlTransaction,
+)
 
 
 @lru_cache(maxsize=1024)
 def render(text: str) -> str:
-    """Replace the engine words, double every ``%``, and turn each ``?`` outside quotes into ``%s``."""
+    """Replace the engine words, double every ``%``, and turn each ``?`` outside quotes and comments into ``%s``."""
     for word, meaning in _WORDS.items():
         text = text.replace(word, meaning)
-    parts = text.replace("%", "%%").split("'")
-    parts[::2] = [outside.replace("?", "%s") for outside in parts[::2]]
-    return "'".join(parts)
+    return _QUOTED_OR_PLACEHOLDER.sub(lambda found: "%s" if found[0] == "?" else found[0], text.replace("%", "%%"))
+
+
+class _Float(FloatDumper):
+    """A float as text without a type: PostgreSQL would round it on its way into a whole number, unasked."""
+
+    oid = 0
+
+
+class _Numeric(Loader):
+    """What `sum` and `avg` answer: the same kinds of number that SQLite answers with."""
+
+    def load(self, data: bytes | bytearray | memoryview) -> int | float:
+        text = bytes(data).decode()
+        return float(text) if "." in text else int(text)
+
+
+_ADAPTERS = AdaptersMap(psycopg.adapters)
+_ADAPTERS.register_dumper(float, _Float)
+_ADAPTERS.register_loader("numeric", _Numeric)
 
 
 class NamedRow(tuple[Any, ...]):
-    """A tuple that also answers by column name, as SQLite's rows do."""
+    """A tuple that also answers by column name, as SQLite's rows do: of two columns with one name, the first."""
 
-    _names: dict[str, int]
+    _names: tuple[str, ...]
+    _index: dict[str, int]
 
     def __getitem__(self, key: Any) -> Any:
-        return tuple.__getitem__(self, self._names[key] if isinstance(key, str) else key)
+        return tuple.__getitem__(self, self._index[key] if isinstance(key, str) else key)
 
     def keys(self) -> list[str]:
         return list(self._names)
@@ -69,7 +97,8 @@ class NamedRow(tuple[Any, ...]):
 
 @lru_cache(maxsize=1024)
 def _row_type(names: tuple[str, ...]) -> type[NamedRow]:
-    return type("Row", (NamedRow,), {"_names": {name: index for index, name in enumerate(names)}})
+    index = {name: position for position, name in reversed([*enumerate(names)])}
+    return type("Row", (NamedRow,), {"_names": names, "_index": index})
 
 
 def _named_rows(cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], NamedRow]:
@@ -83,29 +112,24 @@ class PostgresConnection(Connection):
         url: ``postgresql://...`` or a conninfo string; its own ``options`` (a ``search_path``) are kept.
         patience: how long a call waits for a lock before it ends in Contention. A transaction idle for
             twice as long is ended by the server, and so is a statement that runs for twelve times as long.
-        read_only: every transaction is READ ONLY.
+        read_only: every transaction is READ ONLY, and sees one state from its first statement on.
     """
 
     def __init__(self, url: str, *, patience: timedelta, read_only: bool) -> None:
-        super().__init__()
-        self._read_only = read_only
         self._conninfo = _conninfo(url, patience, read_only)
         self._raw = self._connect()
+        super().__init__()
 
     @property
     def in_transaction(self) -> bool:
         return self._raw.info.transaction_status == TransactionStatus.INTRANS
-
-    @property
-    def read_only(self) -> bool:
-        return self._read_only
 
     def now(self) -> datetime:
         row = self._run("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint", ()).fetchone()
         return moment(row[0] if row else 0)
 
     def tables(self) -> set[str]:
-        rows = self._run("SELECT table_name FROM information_schema.tables WHERE table_schema = current_schema()", ())
+        rows = self._run("SELECT tablename FROM pg_tables WHERE schemaname = current_schema()", ())
         return {str(row[0]) for row in rows}
 
     def schema_statements(self, sql: str) -> list[str]:
@@ -115,17 +139,17 @@ class PostgresConnection(Connection):
             statements += _append_only(append_only[0]) if append_only else [_schema_words(statement)]
         return statements
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._raw.close()
 
     def _connect(self) -> psycopg.Connection[NamedRow]:
         try:
-            return psycopg.connect(**self._conninfo, autocommit=True, row_factory=_named_rows)
+            return psycopg.connect(**self._conninfo, autocommit=True, row_factory=_named_rows, context=_ADAPTERS)
         except psycopg.Error as error:
             raise self._translated(error) from error
 
     def _run(self, sql: str, params: tuple[Value, ...]) -> Result:
-        if self._raw.closed and not self._in_ours:
+        if self._raw.closed and self._owner is None:
             self._raw = self._connect()
         try:
             cursor = self._raw.execute(cast("LiteralString", render(sql)), params)
@@ -135,15 +159,16 @@ class PostgresConnection(Connection):
             raise self._translated(error) from error
 
     def _begin(self, ledger_lock: bool) -> None:
-        if self._raw.closed:
-            self._raw = self._connect()
         # One simple-protocol message, one round trip. After it the lock is ours or an error is.
-        begin = f"BEGIN; {_LEDGER_LOCK}" if ledger_lock else "BEGIN"
+        begin = cast("LiteralString", f"BEGIN; {_LEDGER_LOCK}" if ledger_lock else "BEGIN")
         try:
-            self._raw.execute(cast("LiteralString", begin))
+            self._raw.execute(begin)
         except psycopg.Error as error:
-            self._abandon()
-            raise self._translated(error) from error
+            if not self._raw.closed:
+                self._abandon()
+                raise self._translated(error) from error
+            self._raw = self._connect()  # the old session had been cut while it was idle
+            self._begin(ledger_lock)
 
     def _commit(self) -> None:
         try:
@@ -162,7 +187,7 @@ class PostgresConnection(Connection):
             if self._raw.info.transaction_status != TransactionStatus.IDLE:
                 self._raw.execute("ROLLBACK")
         except psycopg.Error:
-            self._raw.close()
+            self._raw.close()  # the next transaction opens another session
 
     def _translated(self, error: psycopg.Error) -> SovereignError:
         server = f"{self._conninfo.get('host', 'localhost')}/{self._conninfo.get('dbname', '')}"
@@ -176,7 +201,7 @@ class PostgresConnection(Connection):
             )
         if isinstance(error, psycopg.IntegrityError | psycopg.DataError):
             return ConstraintBroken("The ledger refused a row.", category="constraint_broken", why=_first_line(error))
-        if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
+        if isinstance(error, _UNAVAILABLE):
             return LedgerUnavailable(
                 f"The ledger on {server} cannot be used.",
                 category="ledger_unavailable",
@@ -196,22 +221,30 @@ class PostgresConnection(Connection):
         return f"; the ledger lock is held by backend {row[0]} ({row[1]}, {row[2]})" if row else ""
 
 
-def _conninfo(url: str, patience: timedelta, read_only: bool) -> dict[str, Any]:
+def _parsed(url: str) -> dict[str, Any]:
+    """Take a URL apart, or refuse it without repeating it, in a cause either: it may hold a password."""
+    user_and_password = url.partition("://")[2].partition("?")[0].rpartition("@")[0]
     try:
-        given = conninfo_to_dict(url)
-    except psycopg.Error as error:
-        raise LedgerUnavailable(
-            "The PostgreSQL URL cannot be read.",
-            category="ledger_url",
-            why="It is no valid connection string; it is not repeated here because it may hold a password.",
-            next_command="write it as postgresql://user@host/database",
-        ) from error
+        if not re.search("[/@]", user_and_password):  # else a part of the password would be taken for a host
+            return dict(conninfo_to_dict(url))
+    except psycopg.Error:
+        pass
+    raise LedgerUnavailable(
+        "The PostgreSQL URL cannot be read.",
+        category="ledger_url",
+        why="It is no valid connection string; it is not repeated here because it may hold a password.",
+        next_command="write it as postgresql://user@host/database, with / as %2F and @ as %40 before the host",
+    )
+
+
+def _conninfo(url: str, patience: timedelta, read_only: bool) -> dict[str, Any]:
+    given = _parsed(url)
     wait = int(patience.total_seconds() * 1000)
     session = {
         "lock_timeout": wait,
         "statement_timeout": 12 * wait,
         "idle_in_transaction_session_timeout": 2 * wait,
-        "default_transaction_isolation": r"read\ committed",
+        "default_transaction_isolation": r"repeatable\ read" if read_only else r"read\ committed",
         "default_transaction_read_only": "on" if read_only else "off",
         "synchronous_commit": "on",
         "client_min_messages": "warning",

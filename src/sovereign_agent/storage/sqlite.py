@@ -9,7 +9,10 @@ It refuses what cannot be durable: network file systems, hard-linked files, a jo
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
+import stat
+import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
@@ -54,6 +57,11 @@ _SESSION = (
     "synchronous = FULL",
     f"journal_size_limit = {WAL_LIMIT_BYTES}",
 )
+_OCTAL = re.compile(r"\\([0-7]{3})")
+_WITH = re.compile(r"(?:\s|--[^\n]*\n)*WITH\b", re.IGNORECASE)
+_creating = threading.Lock()
+"""Held while this process makes a ledger file: closing the new file would drop the locks of a thread that has
+opened it meanwhile."""
 _WORDS = {"<for update>": "", "<for share>": "", "<skip locked>": ""}
 _SCHEMA_WORDS = {"<identity>": "INTEGER PRIMARY KEY AUTOINCREMENT", "<integer>": "INTEGER", "<strict>": "STRICT"}
 
@@ -67,42 +75,23 @@ def render(sql: str) -> str:
 
 
 class SQLiteConnection(Connection):
-    """One SQLite connection.
+    """One SQLite connection that may write.
 
     Args:
-        path: the ledger file, resolved.
+        path: the ledger file, resolved; it exists.
         patience: how long a call waits for another writer before it ends in Contention.
-        read_only: never write, not even the journal mode.
     """
 
-    def __init__(self, path: Path, *, patience: timedelta, read_only: bool) -> None:
-        super().__init__()
+    def __init__(self, path: Path, *, patience: timedelta) -> None:
         self.path = path
-        self._read_only = read_only
         self._clock = SystemClock()
         self._patience = patience
-        mode = "ro" if read_only else "rwc"
-        try:
-            self._raw = sqlite3.connect(
-                f"file:{quote(str(path))}?mode={mode}",
-                uri=True,
-                timeout=patience.total_seconds(),
-                isolation_level=None,
-                check_same_thread=False,
-            )
-            self._raw.row_factory = sqlite3.Row
-            for pragma in _SESSION:
-                self._raw.execute(f"PRAGMA {pragma}")
-        except sqlite3.Error as error:
-            raise translated(error, path, None) from error
+        self._raw = self._connect()
+        super().__init__()
 
     @property
     def in_transaction(self) -> bool:
         return self._raw.in_transaction
-
-    @property
-    def read_only(self) -> bool:
-        return self._read_only
 
     def now(self) -> datetime:
         return self._clock()
@@ -137,16 +126,33 @@ class SQLiteConnection(Connection):
             statements += _append_only(*append_only) if append_only else [_schema_words(statement)]
         return statements
 
-    def close(self) -> None:
+    def _connect(self) -> sqlite3.Connection:
+        return self._connect_as("mode=rw")
+
+    def _connect_as(self, mode: str) -> sqlite3.Connection:
+        name = f"file:{quote(os.fsencode(self.path))}?{mode}"
+        wait = self._patience.total_seconds()
+        try:
+            raw = sqlite3.connect(name, uri=True, timeout=wait, isolation_level=None, check_same_thread=False)
+            raw.row_factory = sqlite3.Row
+            for pragma in _SESSION:
+                raw.execute(f"PRAGMA {pragma}")
+        except sqlite3.Error as error:
+            raise translated(error, self.path, None) from error
+        return raw
+
+    def _close(self) -> None:
         self._raw.close()
 
     def _run(self, sql: str, params: tuple[Value, ...]) -> Result:
         try:
             cursor = self._raw.execute(render(sql), params)
-            if cursor.description is None:
-                return Result([], cursor.rowcount)
-            rows = cursor.fetchall()
-            return Result(rows, len(rows))
+            if cursor.description:
+                rows = cursor.fetchall()
+                return Result(rows, len(rows))
+            if cursor.rowcount < 0 and _WITH.match(sql):  # the driver does not count what starts with WITH
+                return Result([], int(self._raw.execute("SELECT changes()").fetchone()[0]))
+            return Result([], cursor.rowcount)
         except sqlite3.Error as error:
             raise translated(error, self.path, self._holder) from error
 
@@ -161,7 +167,7 @@ class SQLiteConnection(Connection):
             if self._raw.in_transaction:
                 self._raw.execute("ROLLBACK")
         except sqlite3.Error:
-            self._raw.close()
+            self.close()
 
     def _holder(self) -> str:
         """Who holds the write lock, as far as the operating system tells."""
@@ -221,7 +227,10 @@ def _unavailable_because(code: int, path: Path) -> str:
     if code == getattr(sqlite3, "SQLITE_READONLY_DBMOVED", 1032):
         return "the file was moved or replaced while it was open"
     if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-        return f"uid {os.geteuid()} may not read and write {path.name}, its -wal and -shm and the folder {path.parent}"
+        return (
+            "this session only reads, or "
+            f"uid {os.geteuid()} may not read and write {path.name}, its -wal and -shm and the folder {path.parent}"
+        )
     if primary == sqlite3.SQLITE_FULL:
         return "no space is left for it"
     if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
@@ -235,17 +244,17 @@ def resolve(path: Path, *, mounts: Iterable[str] | None = None) -> Path:
     Raises LedgerUnavailable for a file with a second hard link (its -wal would stand beside one name only), a
     path that is not a regular file, and a network file system (`mounts`: lines as in ``/proc/mounts``).
     """
-    resolved = path.resolve()
-    if resolved.exists():
-        if not resolved.is_file():
-            raise LedgerUnavailable(f"{resolved} is not a file.", category="ledger_not_a_file")
-        if resolved.stat().st_nlink > 1:
-            raise LedgerUnavailable(
-                f"{resolved} has more than one name.",
-                category="ledger_hard_linked",
-                why="Two names of one file have two -wal files, and the ledger would tear.",
-                next_command="remove the other hard link",
-            )
+    resolved = Path(os.path.realpath(path))
+    status = status_of(resolved)
+    if status and not stat.S_ISREG(status.st_mode):
+        raise LedgerUnavailable(f"{resolved} is not a file.", category="ledger_not_a_file")
+    if status and status.st_nlink > 1:
+        raise LedgerUnavailable(
+            f"{resolved} has more than one name.",
+            category="ledger_hard_linked",
+            why="Two names of one file have two -wal files, and the ledger would tear.",
+            next_command="remove the other hard link",
+        )
     kind = file_system_of(resolved, _mounts() if mounts is None else mounts)
     if kind.startswith(NETWORK_FILE_SYSTEMS):
         raise LedgerUnavailable(
@@ -257,6 +266,50 @@ def resolve(path: Path, *, mounts: Iterable[str] | None = None) -> Path:
     return resolved
 
 
+def status_of(path: Path) -> os.stat_result | None:
+    """What the operating system tells of a file; None when there is none."""
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _out_of_reach(path, str(error)) from error
+
+
+def exists(path: Path, *, create: bool) -> bool:
+    """Whether the ledger file is there; with `create` it is afterwards: empty, for its owner alone."""
+    with _creating:
+        if status_of(path) or not create:
+            return status_of(path) is not None
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.touch(mode=0o600, exist_ok=False)
+        except FileExistsError:
+            pass  # another process was first
+        except OSError as error:
+            raise _out_of_reach(path, str(error)) from error
+    return True
+
+
+def require_writable(path: Path) -> None:
+    """Raise LedgerUnavailable when this user may only read the file.
+
+    SQLite would open it all the same, and leave a -wal and a -shm that its owner cannot write.
+    """
+    if not os.access(path, os.R_OK | os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise _out_of_reach(path, "it may not write the file")
+
+
+def _out_of_reach(path: Path, reason: str) -> LedgerUnavailable:
+    return LedgerUnavailable(
+        f"The ledger {path} cannot be reached.",
+        category="ledger_unavailable",
+        why=f"uid {os.geteuid()}: {reason}",
+        inspect=f"ls -la {path.parent}",
+        next_command="give this user access to the folder and the file, or run as their owner",
+    )
+
+
 def file_system_of(path: Path, mounts: Iterable[str]) -> str:
     """The type of the file system that `path` is on, by the longest mount point; "unknown" when none tells."""
     best, kind = "", "unknown"
@@ -264,7 +317,7 @@ def file_system_of(path: Path, mounts: Iterable[str]) -> str:
         fields = line.split()
         if len(fields) < 3:
             continue
-        point = fields[1].encode().decode("unicode_escape")
+        point = _OCTAL.sub(lambda code: chr(int(code[1], 8)), fields[1])
         if len(point) >= len(best) and path.is_relative_to(point):
             best, kind = point, fields[2]
     return kind
@@ -272,7 +325,7 @@ def file_system_of(path: Path, mounts: Iterable[str]) -> str:
 
 def _mounts() -> list[str]:
     try:
-        return Path("/proc/mounts").read_text(errors="replace").splitlines()
+        return os.fsdecode(Path("/proc/mounts").read_bytes()).split("\n")
     except OSError:
         return []
 

@@ -1,0 +1,206 @@
+"""Chapter 6: kill a worker, and let the organization recover.
+
+    python book/ch06_the_organization_recovers/solution.py --root DIR
+
+Nothing here is pretended: a child process runs an assignment until the ledger says RUNNING, SIGKILL ends it, and two
+ticks of the supervisor, years ahead on their clock, find what it left. Prints what was observed as JSON; exits 1 if
+that is not what the chapter promises. DIR may be the folder of an earlier run, also of one that was itself killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from sovereign_agent import fencing, journal, outcomes, supervisor, workspace
+from sovereign_agent.clock import Clock
+from sovereign_agent.errors import Refusal, SovereignError
+from sovereign_agent.organization import Organization
+from sovereign_agent.records import Assignment, AssignmentState
+
+T = TypeVar("T")
+
+WORKER = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "hard_kill_worker.py"
+ACTOR = "operator-course"
+TITLE = "Close the shop (Chapter 6)"
+DEADLINE_SECONDS = 60.0
+ORPHAN_SECONDS = 10.0
+FAR = timedelta(days=3650)
+"""How far the supervisor's clock runs ahead: beyond every lease and attempt, so that nobody has to wait for them."""
+
+EXPECTED = {
+    "worker_reached_running_before_sigkill": True,
+    "worker_died_abnormally": True,
+    "before_recovery": {"assignment_state": "RUNNING", "execution_attempt_still_referenced": True},
+    "first_tick": {"recovered_count": 1},
+    "second_tick_is_idempotent": {"recovered_count": 0},
+    "after_recovery": {
+        "assignment_state": "FAILED",
+        "receipt_status": "failed",
+        "receipt_failure_category": "worker_lost",
+    },
+}
+
+
+def main() -> int:
+    """Run the exercise and print what it observed."""
+    parser = argparse.ArgumentParser(description="Kill a worker, and let the organization recover.")
+    parser.add_argument("--root", type=folder, required=True, help="the organization's folder; made if it is not there")
+    root = parser.parse_args().root
+    try:
+        organization = Organization.init(root)
+        try:
+            observed = observe(organization)
+        finally:
+            organization.close()
+    except (SovereignError, OSError) as error:
+        print(error, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+        return 1
+    print(json.dumps(observed, indent=2))
+    if observed != EXPECTED:
+        print("That is not what the chapter promises.", file=sys.stderr)
+    return int(observed != EXPECTED)
+
+
+def folder(text: str) -> Path:
+    """A path that is, or can become, a folder."""
+    path = Path(text).resolve()
+    blocked = next((part for part in (path, *path.parents) if part.exists() and not part.is_dir()), None)
+    if blocked:
+        raise argparse.ArgumentTypeError(f"{blocked} is a file, and the organization needs a folder")
+    return path
+
+
+def observe(organization: Organization) -> dict[str, Any]:
+    """The whole exercise, in the order of the chapter."""
+    connection = organization.db.connection
+
+    def far_future() -> datetime:
+        return organization.db.now() + FAR
+
+    clear_the_stage(organization, far_future)
+    assignment = assign(organization)
+    with worker_on(organization.root, assignment.id) as worker:
+        attempt_id = eventually("the worker to run", worker, lambda: running_attempt(organization, assignment.id))
+        eventually("its program", worker, (workspace.locate(organization.root, attempt_id).out / "report.json").exists)
+        program = psutil.Process(worker.pid).children()
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+        await_end(program)
+    before = outcomes.get_assignment(connection, assignment.id)
+    first = supervisor.tick(organization, far_future)
+    second = supervisor.tick(organization, far_future)
+    after = outcomes.get_assignment(connection, assignment.id)
+    receipt = journal.receipts_of(connection, assignment.id)[-1]
+    return {
+        "worker_reached_running_before_sigkill": attempt_id is not None,
+        "worker_died_abnormally": worker.returncode == -signal.SIGKILL,
+        "before_recovery": {
+            "assignment_state": before.state.value,
+            "execution_attempt_still_referenced": before.current_execution_attempt == attempt_id,
+        },
+        "first_tick": {"recovered_count": len(first.recovered_assignments)},
+        "second_tick_is_idempotent": {"recovered_count": len(second.recovered_assignments)},
+        "after_recovery": {
+            "assignment_state": after.state.value,
+            "receipt_status": receipt.status.value,
+            "receipt_failure_category": receipt.failure_category,
+        },
+    }
+
+
+def clear_the_stage(organization: Organization, far_future: Clock) -> None:
+    """Recover what an earlier run of this exercise left, and free its actor.
+
+    A tick years ahead declares every running attempt lost. That is no harm where all are this exercise's own; where
+    another is running, nothing is touched.
+    """
+    for attempt in fencing.expired_execution_attempts(organization.db, far_future):
+        if title_of(organization, attempt.assignment_id) != TITLE:
+            raise Refusal(
+                f"{organization.root} is not the place for this exercise.",
+                category="work_in_progress",
+                why=f"{attempt.assignment_id} is running there, and a clock years ahead would end it.",
+                next_command="choose a --root of its own",
+            )
+    supervisor.tick(organization, far_future)
+    process = organization.process_identity
+    lease = fencing.acquire_actor_lease(organization.db, ACTOR, process, ttl=timedelta(0), clock=far_future)
+    fencing.release_actor_lease(organization.db, ACTOR, process, lease.fencing_token)
+
+
+def title_of(organization: Organization, assignment_id: str) -> str:
+    """The title of the outcome that an assignment works towards."""
+    connection = organization.db.connection
+    sow = outcomes.get_sow(connection, outcomes.get_assignment(connection, assignment_id).sow_id)
+    return outcomes.get_outcome(connection, sow.outcome_id).title
+
+
+def assign(organization: Organization) -> Assignment:
+    """Give the shop's closing to the operator."""
+    outcome = organization.create_outcome(TITLE, "The till is counted.", [], "principal-human")
+    organization.activate(outcome.id, "principal-human")
+    sow = organization.create_sow(outcome.id, "Count the till", "operator", "master-course")
+    organization.ready_sow(sow.id)
+    return organization.assign(sow.id, ACTOR, "master-course")
+
+
+@contextmanager
+def worker_on(root: Path, assignment_id: str) -> Iterator[subprocess.Popen[str]]:
+    """A real worker process, which does not outlive this block."""
+    command = [sys.executable, str(WORKER), str(root), assignment_id]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as worker:  # noqa: S603
+        try:
+            yield worker
+        finally:
+            worker.kill()
+
+
+def running_attempt(organization: Organization, assignment_id: str) -> str | None:
+    """The attempt that runs an assignment, as the ledger has it."""
+    assignment = outcomes.get_assignment(organization.db.connection, assignment_id)
+    return assignment.current_execution_attempt if assignment.state is AssignmentState.RUNNING else None
+
+
+def await_end(program: list[psutil.Process]) -> None:
+    """Wait until the dead worker's program has noticed that it is alone; end it if it does not."""
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while any(is_running(process) for process in program) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for orphan in filter(is_running, program):
+        orphan.kill()
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether a process still does anything; one that only waits for its parent to take note of its end does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def eventually(what: str, worker: subprocess.Popen[str], condition: Callable[[], T]) -> T:
+    """Poll until `condition` is true; Refusal when the worker ends before, or the deadline passes."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not (answer := condition()):
+        if worker.poll() is not None:
+            raise Refusal(f"The worker ended too early: {worker.communicate()[1]}", category="worker_ended")
+        if time.monotonic() > deadline:
+            raise Refusal(f"{DEADLINE_SECONDS:g} seconds were not enough for {what}.", category="deadline")
+        time.sleep(0.02)
+    return answer
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,6 @@
+"""Lucy's shop: an application with tables of its own in the organization's ledger.
+
+stock          what the shop has and what it is worth; every change of it, and the checks
+organization   the shop as an organization, in a folder
+demo           one replenishment from the sale to the acceptance
+"""

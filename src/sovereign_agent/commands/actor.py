@@ -1,0 +1,41 @@
+"""actor: who there is, and who works for whom."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from sovereign_agent.commands.options import HERE, ActorId, By, Json, Root, opened
+from sovereign_agent.commands.printing import answer, entry
+
+app = typer.Typer(help="The actors of sovereign.toml, and what each is leased to.")
+
+
+@app.command("list")
+def list_actors(*, root: Root = HERE, json: Json = False) -> None:
+    """Show each actor: role, provider, authority, and the process that hosts it, if one does."""
+    from sovereign_agent.commands import views
+
+    with opened(root, read_only=True) as org:
+        actors = views.actors(org)
+    answer({"actors": actors}, "\n".join(views.actor_text(actor) for actor in actors), as_json=json)
+
+
+@app.command()
+def rebind(
+    actor: ActorId,
+    provider: Annotated[str, typer.Argument(metavar="PROVIDER", help="A name below [providers], or none.")],
+    *,
+    by: By,
+    root: Root = HERE,
+    json: Json = False,
+) -> None:
+    """Let another provider work for an actor. It is written into sovereign.toml, whose comments stay."""
+    with opened(root) as org:
+        org.rebind_actor(actor, provider, by)
+    answer(
+        {"actor": actor, "provider": provider, "by": by},
+        entry(f"{actor} now works through {provider}.", [("look", "sovereign.toml")]),
+        as_json=json,
+    )

@@ -1,0 +1,43 @@
+"""demo: the product at work, in an organization of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sovereign_agent.commands.options import HERE, Json, Root
+from sovereign_agent.errors import Refusal
+
+app = typer.Typer(help="Watch it work.")
+
+Mode = Annotated[str, typer.Option("--mode", help="Who plays the agents. simulated: nobody outside this program.")]
+Ledger = Annotated[str, typer.Option("--ledger", metavar="URL", help="postgresql://... instead of a SQLite file.")]
+DemoRoot = Annotated[
+    Path | None, typer.Option("--root", metavar="FOLDER", help="Keep the demo's organization here; else it is removed.")
+]
+
+
+@app.command()
+def store(*, mode: Mode = "simulated", root: Root = HERE, json: Json = False) -> None:
+    """Run the reference shop in the folder --root: stock runs low, an agent proposes, people decide."""
+    from importlib.metadata import entry_points
+
+    demos = entry_points(group="sovereign_agent.demos", name="store")
+    if not demos:
+        raise Refusal(
+            "The demo store was not started.",
+            category="demo_missing",
+            why="No installed package provides it.",
+            next_command="pip install sovereign-agent",
+        )
+    raise typer.Exit(next(iter(demos)).load()(root, mode, json))
+
+
+@app.command()
+def crash(*, ledger: Ledger = "", root: DemoRoot = None, json: Json = False) -> None:
+    """Kill a worker, stop another, and see what the ledger says: real processes, signals and clocks."""
+    from sovereign_agent.commands import crash
+
+    raise typer.Exit(crash.main(json=json, ledger=ledger, root=root))

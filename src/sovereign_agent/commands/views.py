@@ -1,0 +1,207 @@
+"""What the reading verbs show: a document for programs, and the same document as text for people.
+
+Everything is read, nothing is judged: what a state means is its home's to say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from sovereign_agent import fencing, journal, outcomes, relay
+from sovereign_agent.commands.printing import entry, to_json
+from sovereign_agent.database import Connection
+from sovereign_agent.errors import Refusal
+from sovereign_agent.organization import Organization
+from sovereign_agent.records import Assignment, Event, ExecutionAttempt, Message, Outcome, Receipt, Sow
+
+CANDIDATES_SHOWN = 5
+ID = re.compile(r"(out|sow|asg|att|rcp|msg)_[0-9a-f]{0,32}")
+BETWEEN = {
+    "out": outcomes.outcomes_between,
+    "sow": outcomes.sows_between,
+    "asg": outcomes.assignments_between,
+    "att": fencing.attempts_between,
+    "rcp": journal.receipts_between,
+    "msg": relay.messages_between,
+}
+"""Where a record is found by its id, or by the beginning of it."""
+
+Record = Outcome | Sow | Assignment | ExecutionAttempt | Receipt | Message
+Document = dict[str, Any]
+
+# --- actors -----------------------------------------------------------------------------------------------
+
+
+def actors(org: Organization) -> list[Document]:
+    """Every declared actor with its lease, which may have run out."""
+    now = org.db.now()
+    found: list[Document] = []
+    for actor_id, actor in org.settings.actors.items():
+        lease = fencing.current_actor_lease(org.db, actor_id)
+        held = lease and {
+            "process_identity": lease.process_identity,
+            "fencing_token": lease.fencing_token,
+            "expires_at": lease.expires_at,
+            "run_out": lease.expires_at <= now,
+        }
+        found.append(
+            {
+                "id": actor_id,
+                "role": actor.role,
+                "provider": actor.provider,
+                "authority": list(actor.authority),
+                "lease": held,
+            }
+        )
+    return found
+
+
+def actor_text(actor: Document) -> str:
+    """One actor of `actors`."""
+    lease: Document | None = actor["lease"]
+    told = ""
+    if lease:
+        until = "run out at" if lease["run_out"] else "until"
+        told = f"{lease['process_identity']}, token {lease['fencing_token']}, {until} {lease['expires_at']:%F %T} UTC"
+    facts = [("through", actor["provider"]), ("may", ", ".join(actor["authority"])), ("hosted by", told)]
+    return entry(f"{actor['id']} ({actor['role']})", facts)
+
+
+# --- status -----------------------------------------------------------------------------------------------
+
+
+def status(org: Organization) -> Document:
+    """Every open outcome, its statements of work and their assignments."""
+    connection = org.db.connection
+    work = [
+        {
+            "outcome": outcome,
+            "sows": [
+                {"sow": sow, "assignments": outcomes.assignments_of(connection, sow.id)}
+                for sow in outcomes.sows_of(connection, outcome.id)
+            ],
+        }
+        for outcome in outcomes.open_outcomes(connection)
+    ]
+    return {"organization": org.settings.organization.name, "outcomes": work}
+
+
+def status_text(document: Document) -> str:
+    """`status` as a line for each record, indented under what it belongs to."""
+    lines: list[str] = []
+    for work in document["outcomes"]:
+        lines.append(_line(work["outcome"]))
+        for part in work["sows"]:
+            lines.append(_line(part["sow"], indent=2))
+            lines += [_line(assignment, indent=4) for assignment in part["assignments"]]
+    return "\n".join(lines) or entry(f"{document['organization']} has no open outcome.")
+
+
+def _line(record: Outcome | Sow | Assignment, *, indent: int = 0) -> str:
+    match record:
+        case Outcome(title=said) | Sow(scope=said) | Assignment(actor_id=said):
+            return entry(f"{record.state:<9} {record.id}  {said}", indent=indent)
+
+
+# --- inspect ----------------------------------------------------------------------------------------------
+
+
+def inspect(org: Organization, beginning: str) -> Document:
+    """Everything about the one record whose id begins like that.
+
+    Raises Refusal: ``unknown_id`` if there is none, ``ambiguous_id`` if there are several.
+    """
+    connection = org.db.connection
+    record = _find(connection, beginning)
+    found: Document = {"id": record.id, "record": record}
+    subject = record.id
+    match record:
+        case Outcome():
+            found["sows"] = outcomes.sows_of(connection, record.id)
+        case Sow():
+            found["assignments"] = outcomes.assignments_of(connection, record.id)
+            found |= _runs(connection, found["assignments"])
+            found["reviews"] = outcomes.reviews_of(connection, record.id)
+            found["rulings"] = outcomes.rulings_of(connection, record.id)
+        case Assignment():
+            found |= _runs(connection, [record])
+        case ExecutionAttempt(assignment_id=subject) | Receipt(assignment_id=subject):
+            found |= _runs(connection, outcomes.assignments_between(connection, *_span(subject), limit=1))
+        case Message():
+            pass
+    found["events"] = journal.events_of(connection, subject)
+    return found
+
+
+def inspect_text(document: Document) -> str:
+    """`inspect` as the record, and below it a part for each list that is not empty."""
+    parts = [_record_text(document["record"])]
+    for name, found in document.items():
+        if isinstance(found, list) and found:
+            items: list[Any] = found
+            parts.append("\n".join([name, *(_item_text(item) for item in items)]))
+    return "\n\n".join(parts)
+
+
+def _find(connection: Connection, beginning: str) -> Record:
+    kind = ID.fullmatch(beginning)
+    found: Sequence[Record] = BETWEEN[kind[1]](connection, *_span(beginning), limit=CANDIDATES_SHOWN) if kind else []
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise Refusal(
+            f"More than one id begins with {beginning}.",
+            category="ambiguous_id",
+            why=f"There are {', '.join(record.id for record in found)}{' ...' * (len(found) == CANDIDATES_SHOWN)}.",
+            next_command="repeat the command with more of the id",
+        )
+    raise Refusal(
+        f"There is nothing with the id {beginning}.",
+        category="unknown_id",
+        why="No out_, sow_, asg_, att_, rcp_ or msg_ id of this ledger begins like that.",
+        inspect="sovereign-agent status",
+    )
+
+
+def _span(beginning: str) -> tuple[str, str]:
+    """The first id that can begin like that, and one beyond the last: ids are hexadecimal, so no collation of
+    either engine puts one after a "g"."""
+    return beginning, beginning + "g"
+
+
+def _runs(connection: Connection, assignments: Sequence[Assignment]) -> Document:
+    """The attempts, receipts and evidence of assignments. An attempt is either the current one or has a receipt."""
+    receipts = [receipt for each in assignments for receipt in journal.receipts_of(connection, each.id)]
+    ids = [receipt.attempt_id for receipt in receipts]
+    ids += [each.current_execution_attempt for each in assignments if each.current_execution_attempt]
+    return {
+        "attempts": [a for each in ids for a in fencing.attempts_between(connection, *_span(each), limit=1)],
+        "receipts": receipts,
+        "evidence": [item for each in assignments for item in outcomes.evidence_of(connection, each.id)],
+    }
+
+
+def _record_text(record: Any, *, indent: int = 0) -> str:
+    told = {field.name: getattr(record, field.name) for field in fields(record)}
+    return entry(str(told.pop("id")), [(name, _value_text(value)) for name, value in told.items()], indent=indent)
+
+
+def _item_text(item: Any) -> str:
+    match item:
+        case Event():
+            by = f"by {item.actor}" if item.actor else ""
+            return entry(f"{item.at:%F %T} UTC  {item.kind}  {by}  {_value_text(item.detail)}".rstrip(), indent=2)
+        case dict():
+            return entry(_value_text(item), indent=2)
+        case _:
+            return _record_text(item, indent=2)
+
+
+def _value_text(value: Any) -> Any:
+    """Lists and objects as JSON on one line, empty ones as nothing."""
+    if isinstance(value, dict | tuple | list):
+        return to_json(value, indent=None) if value else ""
+    return value

@@ -1,0 +1,180 @@
+"""Runs: what a process holds while it runs assignments, and how each run ends.
+
+The terminal write is the fence's own: whoever lost the attempt writes no receipt, no event and no file. What
+is done on disk follows a durable receipt, never leads it, and changes nothing about the work: it can fail in
+part, or not happen at all, and a supervisor's later tick finishes it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from sovereign_agent import fencing, journal, workspace
+from sovereign_agent.clock import monotonic
+from sovereign_agent.database import Connection, Database
+from sovereign_agent.errors import AlreadyHeld, AuthorityLost, Contention, LedgerUnavailable, SovereignError
+from sovereign_agent.providers.base import SUMMARY_LIMIT, Proposal
+from sovereign_agent.records import (
+    ActorLease,
+    AssignmentState,
+    AttemptStatus,
+    ExecutionAttempt,
+    Receipt,
+    ReceiptStatus,
+    new_id,
+)
+
+ENDED_RUN_PATIENCE_SECONDS = 60.0
+"""How long a finished run waits for a busy or unreachable ledger before it gives its result up for lost."""
+
+PAUSE_SECONDS = 0.1
+
+log = logging.getLogger(__name__)
+
+
+class Host:
+    """The actors that one process hosts. Runs of one actor share its lease; the last one gives it back."""
+
+    def __init__(self, db: Database, process_identity: str, ttl: timedelta) -> None:
+        self._db = db
+        self._process_identity = process_identity
+        self._ttl = ttl
+        self._lock = threading.Lock()
+        self._leases: dict[str, ActorLease] = {}
+        self._runs: dict[str, int] = {}
+
+    @contextmanager
+    def hosting(self, actor_id: str) -> Generator[ActorLease]:
+        """Hold an actor's lease. Raises AlreadyHeld (``actor_lease_held``)."""
+        with self._lock:
+            lease = self._leases[actor_id] = self._take(actor_id)
+            self._runs[actor_id] = self._runs.get(actor_id, 0) + 1
+        try:
+            yield lease
+        finally:
+            with self._lock:
+                self._runs[actor_id] -= 1
+                if not self._runs[actor_id]:
+                    self._give_back(self._leases.pop(actor_id))
+
+    def _take(self, actor_id: str) -> ActorLease:
+        held = self._leases.get(actor_id)
+        if held is None:
+            return fencing.acquire_or_renew_actor_lease(self._db, actor_id, self._process_identity, ttl=self._ttl)
+        try:
+            return fencing.renew_actor_lease(
+                self._db, actor_id, self._process_identity, held.fencing_token, ttl=self._ttl
+            )
+        except AuthorityLost as error:  # a new token would undercut the runs that stand on the old one
+            raise AlreadyHeld(
+                f"Actor {actor_id} was not leased.",
+                category="actor_lease_held",
+                why="Earlier runs of this process still stand on a lease of it that is over.",
+                inspect="sovereign-agent actor list",
+                next_command="repeat the command when they have ended",
+            ) from error
+
+    def _give_back(self, lease: ActorLease) -> None:
+        try:
+            fencing.release_actor_lease(self._db, lease.actor_id, self._process_identity, lease.fencing_token)
+        except SovereignError as error:  # it runs out by itself; how the run ended is already settled
+            log.warning("lease on %s was not released: %s", lease.actor_id, error)
+
+
+def receipt_for(attempt: ExecutionAttempt, proposal: Proposal) -> Receipt:
+    """What a proposal becomes if the fence still stands. Raises ValueError, TypeError for what no ledger can hold."""
+    detail = dict(proposal.detail)
+    detail["fencing_token"] = attempt.fencing_token
+    detail["deliverables"] = [{"name": d.name, "size": d.size, "sha256": d.sha256} for d in proposal.deliverables]
+    if proposal.report and proposal.report.proposal is not None:
+        detail["proposal"] = proposal.report.proposal
+    if proposal.report and proposal.report.question:
+        detail["question"] = proposal.report.question
+    return Receipt(
+        id=new_id("rcp"),
+        assignment_id=attempt.assignment_id,
+        attempt_id=attempt.id,
+        actor_id=attempt.actor_id,
+        status=proposal.status,
+        failure_category=proposal.failure_category,
+        summary=_storable(proposal.summary),
+        detail=json.loads(journal.to_json(detail)),
+    )
+
+
+def failure(attempt: ExecutionAttempt, category: str, summary: str) -> Receipt:
+    """The receipt of a run that came to no proposal."""
+    return receipt_for(attempt, Proposal(ReceiptStatus.FAILED, category, summary, None))
+
+
+def finish(db: Database, attempt: ExecutionAttempt, receipt: Receipt) -> Receipt:
+    """The terminal write of the process that ran the assignment; returns the receipt as it was written.
+
+    Repeated while the ledger is busy or out of reach, because hours of work may hang on it. Raises AuthorityLost
+    (``execution_attempt_lost``, ``actor_lease_lost``), and Contention or LedgerUnavailable at the end of patience.
+    """
+    deadline = monotonic() + ENDED_RUN_PATIENCE_SECONDS
+    while True:
+        try:
+            with db.immediate() as connection:
+                now = db.now()
+                fencing.finish_own_attempt(connection, attempt, receipt, now=now)
+            return replace(receipt, created_at=now)
+        except AuthorityLost:
+            written = journal.receipt_of_attempt(db.connection, attempt.id)
+            if written and written.id == receipt.id:  # only the answer to an earlier commit was lost
+                return written
+            raise
+        except (Contention, LedgerUnavailable):
+            if monotonic() > deadline:
+                raise
+            time.sleep(PAUSE_SECONDS)
+
+
+def revoke(connection: Connection, attempt: ExecutionAttempt, actor_id: str, *, now: datetime) -> bool:
+    """Take a run from its process, asking it nothing: CANCELED, a receipt ``interrupted``, the actor freed.
+
+    False, and nothing changed, when the attempt had already ended.
+    """
+    receipt = failure(attempt, "interrupted", f"Canceled by {actor_id} while it ran. What it finished is unknown.")
+    if not fencing.end_attempt(
+        connection, attempt, AttemptStatus.RECOVERED, receipt, becomes=AssignmentState.CANCELED, now=now
+    ):
+        return False
+    fencing.release_lease(connection, attempt.actor_id, attempt.process_identity, attempt.actor_lease_fencing_token)
+    return True
+
+
+def apply_workspace_policy(
+    db: Database, root: Path, attempt_id: str, policy: str, receipt: Receipt
+) -> workspace.Reclaim:
+    """Copy a durable receipt to disk and reclaim the run's folder. Changes no state of the work.
+
+    Only for an attempt that has ended in the ledger. ``partial`` leaves the rest to a later tick. Raises
+    PolicyRefusal (``unknown_workspace_policy``, ``symlinked_workspace_root``) and touches nothing.
+    """
+    workspace.check_policy(policy)
+    unwritten: tuple[str, ...] = ()
+    try:
+        workspace.write_receipt(root, attempt_id, journal.receipt_json(receipt))
+    except OSError as error:
+        unwritten = (f"receipt.json: {error.strerror}",)
+    reclaim = workspace.reclaim_workspace(root, attempt_id, policy)
+    if unwritten or reclaim.status == "partial":
+        return workspace.Reclaim("partial", unwritten + reclaim.leftovers)
+    with db.transaction() as connection:
+        fencing.close_workspace(connection, attempt_id)
+    return reclaim
+
+
+def _storable(text: str) -> str:
+    """Text that any ledger can keep: without NUL, whole characters only, not without end."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")[:SUMMARY_LIMIT]

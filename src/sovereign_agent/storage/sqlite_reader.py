@@ -1,0 +1,79 @@
+"""Reading a SQLite ledger without a trace: no file is made, none is changed, no writer is kept waiting.
+
+SQLite's own ``mode=ro`` makes a -wal and a -shm where there are none, and leaves them behind. So a ledger that
+somebody has open is read through the -shm that is there, and a quiet one as an immutable file. SQLite neither
+locks an immutable file nor looks at it again; this room looks, before and after each statement, and starts over
+when anything has changed.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from sovereign_agent.clock import moment
+from sovereign_agent.errors import Contention, SovereignError
+from sovereign_agent.storage.engine import Result, Value
+from sovereign_agent.storage.sqlite import SQLiteConnection, status_of, translated
+
+CLOCK_TICK = timedelta(milliseconds=20)
+"""Longer than a file system's clock stands still: two changes that far apart have different times."""
+
+Look = tuple[tuple[int, int, int] | None, ...]
+
+
+class SQLiteReader(SQLiteConnection):
+    """One SQLite connection that only reads. Inside a transaction it sees one state, or ends in Contention."""
+
+    _quiet: Look | None
+    """What the files looked like, while only looking tells that nobody writes; None while SQLite's locks do."""
+
+    def _connect(self) -> sqlite3.Connection:
+        while True:
+            self._quiet, mode = None, "mode=ro"
+            ledger, wal, shm, journal = seen = look(self.path)
+            if shm:
+                mode += "&readonly_shm=1"
+            elif ledger and not (wal and wal[1]) and not journal:
+                mode += "&immutable=1"
+                self._quiet = seen
+                if timedelta(0) <= self._clock() - moment(ledger[2] // 1000) < CLOCK_TICK:
+                    time.sleep(CLOCK_TICK.total_seconds())
+            raw = self._connect_as(mode)
+            try:
+                raw.execute("PRAGMA schema_version").fetchone()
+                return raw
+            except sqlite3.Error as error:
+                raw.close()
+                if look(self.path) == seen:
+                    raise translated(error, self.path, None) from error
+
+    def _run(self, sql: str, params: tuple[Value, ...]) -> Result:
+        while True:
+            try:
+                result = super()._run(sql, params)
+            except SovereignError:
+                if self._undisturbed():
+                    raise
+            else:
+                if self._undisturbed():
+                    return result
+            if self._owner is not None:
+                raise Contention(
+                    f"The ledger {self.path} was written while it was being read.",
+                    category="ledger_busy",
+                    next_command="repeat the command",
+                )
+            self._raw.close()
+            self._raw = self._connect()
+
+    def _undisturbed(self) -> bool:
+        return self._quiet is None or self._quiet == look(self.path)
+
+
+def look(path: Path) -> Look:
+    """Identity, size and time of the ledger, its -wal, its -shm and its -journal."""
+    found = [status_of(Path(f"{path}{suffix}")) for suffix in ("", "-wal", "-shm", "-journal")]
+    return tuple([(one.st_ino, one.st_size, one.st_mtime_ns) if one else None for one in found])
