@@ -13,26 +13,34 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from sovereign_agent import fencing, journal, outcomes
+import tomlkit
+
+from sovereign_agent import configuration, fencing, journal, outcomes
 from sovereign_agent.clock import Clock, ManualClock
 from sovereign_agent.database import Connection, Database, Result, Value
 from sovereign_agent.errors import SovereignError
+from sovereign_agent.organization import Organization
+from sovereign_agent.providers.base import Proposal
 from sovereign_agent.records import (
     ActorLease,
     Assignment,
     AttemptStatus,
     ExecutionAttempt,
+    Outcome,
+    OutcomeState,
     Receipt,
     ReceiptStatus,
     Role,
+    Sow,
     SowState,
     new_id,
 )
+from sovereign_agent.workspace import Workspace, collect_deliverables
 
 ACTOR = "operator"
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["psycopg", "sovereign_agent.database", "sovereign_agent.relay"])
+_processes.set_forkserver_preload(["psycopg", "pytest", "sovereign_agent.supervisor"])
 
 
 def eventually(condition: Callable[[], Any], *, within: float = 20.0, every: float = 0.01) -> Any:
@@ -73,13 +81,36 @@ def at_one_barrier(count: int, act: Callable[..., Any], *args: Any, within: floa
     return [answer for _, _, answer in results]
 
 
-def _behind_the_barrier(barrier: Any, answers: Any, act: Callable[..., Any], number: int, args: tuple[Any, ...]) -> None:
+@contextmanager
+def child(act: Callable[..., None], *args: Any) -> Iterator[tuple[Any, Any]]:
+    """Run ``act(pipe, *args)`` in a real process; give its handle and our end of the pipe. It is killed at the end."""
+    ours, theirs = _processes.Pipe()
+    process = _processes.Process(target=act, args=(theirs, *args))
+    process.start()
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def heard(pipe: Any, *, within: float = 30.0) -> Any:
+    """The next thing that a child says; fail when it says nothing within `within` seconds."""
+    assert pipe.poll(within), f"the child said nothing for {within} s"
+    return pipe.recv()
+
+
+def _behind_the_barrier(
+    barrier: Any, answers: Any, act: Callable[..., Any], number: int, args: tuple[Any, ...]
+) -> None:
     try:
         barrier.wait(60)
         answers.put((number, "done", act(number, *args)))
     except SovereignError as error:
         answers.put((number, "done", error.category or type(error).__name__))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever it was, the test must hear of it
         answers.put((number, "broken", traceback.format_exc()))
 
 
@@ -92,21 +123,26 @@ def answer(act: Callable[..., Any], *args: Any, **options: Any) -> str:
     return "done"
 
 
-def killed_after_statement(number: int, act: Callable[..., Any], *args: Any, within: float = 60.0) -> bool:
+def killed_in_a_process(act: Callable[..., Any], *args: Any, within: float = 60.0) -> bool:
+    """Run ``act(*args)`` in a real process; True when a SIGKILL ended it, False when it came to its end."""
+    process = _processes.Process(target=act, args=args)
+    process.start()
+    process.join(within)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise AssertionError(f"{act} had not ended after {within} s")
+    assert process.exitcode in (0, -signal.SIGKILL), f"{act} ended with {process.exitcode}; see its traceback on stderr"
+    return process.exitcode != 0
+
+
+def killed_after_statement(number: int, act: Callable[..., Any], *args: Any) -> bool:
     """Run ``act(*args)`` in a real process that SIGKILLs itself right after its `number`-th ledger statement.
 
-    Counted from the first statement that opens a transaction; opening and committing count as well. True when it was
-    killed, False when it had ended before: let `number` rise until then, and every place to die has been tried.
+    Counted from the first statement that opens a transaction; opening and committing count as well. False when it had
+    ended before that: let `number` rise until then, and every place to die has been tried.
     """
-    child = _processes.Process(target=_dying, args=(number, act, args))
-    child.start()
-    child.join(within)
-    if child.is_alive():
-        child.kill()
-        child.join()
-        raise AssertionError(f"{act} had not ended after {within} s")
-    assert child.exitcode in (0, -signal.SIGKILL), f"{act} ended with {child.exitcode}; its traceback is on stderr"
-    return child.exitcode != 0
+    return killed_in_a_process(_dying, number, act, args)
 
 
 def _dying(number: int, act: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -208,7 +244,19 @@ def ledger_facts(db: Database, assignment_id: str) -> dict[str, Any]:
 
 def rows(db: Database, table: str) -> list[dict[str, Any]]:
     """Everything in a table, to show that nothing of it changed."""
-    return sorted((dict(row) for row in db.connection.execute(f"SELECT * FROM {table}")), key=str)
+    return sorted((dict(row) for row in db.connection.execute(f"SELECT * FROM {table}")), key=str)  # noqa: S608
+
+
+def without_checks(db: Database, table: str) -> None:
+    """Take the constraints away that keep impossible numbers out of a table."""
+    if db.engine == "sqlite":
+        db.connection.execute("PRAGMA ignore_check_constraints = ON")
+        return
+    checks = db.connection.execute(
+        "SELECT conname FROM pg_constraint WHERE conrelid = to_regclass(?) AND contype = 'c'", (table,)
+    )
+    for check in checks:
+        db.connection.execute(f"ALTER TABLE {table} DROP CONSTRAINT {check[0]}")
 
 
 def run_of(
@@ -267,9 +315,7 @@ def recover(db: Database, attempt: ExecutionAttempt, clock: ManualClock) -> bool
     with db.transaction() as connection:
         now = fencing.lock_expired_attempt(connection, attempt.id, clock)
         receipt = fencing.lost_receipt(attempt)
-        return now is not None and fencing.end_attempt(
-            connection, attempt, AttemptStatus.RECOVERED, receipt, now=now
-        )
+        return now is not None and fencing.end_attempt(connection, attempt, AttemptStatus.RECOVERED, receipt, now=now)
 
 
 def in_a_session(location: Any, act: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -295,3 +341,56 @@ def _blocked_sessions(db: Database) -> int:
     db.connection.execute("SELECT pg_stat_clear_snapshot()")  # else a transaction sees the sessions as they once were
     count = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
     return int(db.connection.execute(count).rows[0][0])
+
+
+# --- governed work: a level above ---------------------------------------------------------------------------
+
+
+def governed_work(
+    org: Organization,
+    *,
+    checks: Sequence[str] = (),
+    worker: str = "operator-course",
+    policy: str = "temporary_directory",
+    effect: str | None = None,
+) -> tuple[Outcome, Sow, Assignment]:
+    """An outcome, its one statement of work and a CREATED assignment, made the way people make them."""
+    outcome = org.create_outcome("Close the shop", "The till is counted.", checks, "principal-human")
+    org.activate(outcome.id, "principal-human")
+    sow = org.create_sow(outcome.id, "Count the till", "operator", "master-course", effect)
+    org.ready_sow(sow.id)
+    return outcome, sow, org.assign(sow.id, worker, "master-course", workspace_policy=policy)
+
+
+def works(_settings: Any, _envelope: Any, folder: Workspace) -> Proposal:
+    """A program that does its work at once, in this process; it stands in for `organization.invoke_actor`."""
+    (folder.raw / "stream.log").write_text("...half a stream...")
+    (folder.out / "till.txt").write_text("counted: 412.50\n")
+    (folder.out / "report.json").write_text('{"status": "completed", "summary": "counted"}')
+    deliverables = collect_deliverables(folder, ["till.txt"])
+    return Proposal(ReceiptStatus.COMPLETED, "", "counted", None, deliverables)
+
+
+def judge_and_accept(org: Organization, outcome_id: str, sow_id: str) -> OutcomeState:
+    """The rest of the governed life, by actors that had no hand in the work."""
+    assert org.verify_sow(sow_id, "verifier-course").passed
+    org.review(sow_id, "sparring-course")
+    return org.accept(outcome_id, "principal-human").state
+
+
+def configure(org: Organization, change: Callable[[Any], None]) -> None:
+    """Change `sovereign.toml` as its people would, and let this process see it."""
+    path = org.root / "sovereign.toml"
+    document = tomlkit.parse(path.read_text())
+    change(document)
+    path.write_text(tomlkit.dumps(document))
+    org.settings = configuration.load(org.root)
+
+
+def in_a_fresh_process(act: Callable[..., Any], *args: Any) -> Any:
+    """``act(*args)`` in a process that has nothing in its memory but what it reads now."""
+    return at_one_barrier(1, _without_number, act, args)[0]
+
+
+def _without_number(_: int, act: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return act(*args)

@@ -31,7 +31,6 @@ from support import (
 from sovereign_agent import fencing, relay
 from sovereign_agent.clock import ManualClock
 from sovereign_agent.database import Database, Migration
-from sovereign_agent.errors import Contention
 from sovereign_agent.fencing import ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL
 from sovereign_agent.records import ActorLease, ExecutionAttempt
 
@@ -48,7 +47,7 @@ def take_the_lease(number: int, location: Location) -> str:
 
 
 @pytest.mark.parametrize("run_out", [False, True], ids=["free", "run out"])
-def test_only_one_contender_wins_a_contested_lease(db: Database, location: Location, run_out: bool) -> None:
+def test_only_one_contender_wins_a_contested_lease(db: Database, location: Location, *, run_out: bool) -> None:
     before = fencing.acquire_actor_lease(db, ACTOR, "proc_dead", ttl=NO_TIME) if run_out else None
     said = at_one_barrier(8, take_the_lease, location)
     assert sorted(said) == ["actor_lease_held"] * 7 + ["done"]
@@ -74,7 +73,7 @@ def test_only_the_addressed_one_of_several_contenders_wins_a_contested_lease_on_
 
 @pytest.mark.parametrize("run_out", [False, True], ids=["new", "run out"])
 def test_two_processes_of_one_actor_get_the_same_claim_and_count_one_delivery(
-    db: Database, location: Location, run_out: bool
+    db: Database, location: Location, *, run_out: bool
 ) -> None:
     for _ in range(5):
         message = relay.send(db, "master", ACTOR, "s", "b")
@@ -121,13 +120,13 @@ def test_tokens_only_grow_in_the_order_of_the_holders_under_eight_racing_process
     assert tokens == sorted(set(tokens))
 
 
-def take_the_attempt(number: int, location: Location, assignment_id: str, lease: ActorLease) -> str:
+def take_the_attempt(_number: int, location: Location, assignment_id: str, lease: ActorLease) -> str:
     return in_a_session(location, lambda db: answer(attempt_on, db, assignment_id, lease, None))
 
 
 @pytest.mark.parametrize("run_out", [False, True], ids=["first", "takeover"])
 def test_only_one_of_eight_processes_gets_an_execution_attempt(
-    db: Database, location: Location, run_out: bool
+    db: Database, location: Location, *, run_out: bool
 ) -> None:
     assignment = new_assignment(db)
     lease = fencing.acquire_actor_lease(db, ACTOR, RED)
@@ -163,20 +162,13 @@ def test_a_release_and_a_new_attempt_never_leave_an_attempt_without_its_lease(db
         assert running == (start == "done") == (fencing.current_actor_lease(db, lease.actor_id) is not None)
 
 
-def end_them_all(number: int, location: Location, attempts: list[ExecutionAttempt], clock: ManualClock) -> list[Any]:
+def end_them_all(number: int, location: Location, attempts: list[ExecutionAttempt], clock: ManualClock) -> list[bool]:
     """Process 0 is the worker that comes late; the others are supervisors."""
 
-    def repeated(act: Callable[..., Any], db: Database, attempt: ExecutionAttempt) -> Any:
-        while True:
-            try:
-                return act(db, attempt, clock)
-            except Contention:
-                continue
-
-    def take_part(db: Database) -> list[Any]:
+    def take_part(db: Database) -> list[bool]:
         if number:
-            return [repeated(recover, db, attempt) for attempt in attempts]
-        return [answer(repeated, finish, db, attempt) == "done" for attempt in attempts]
+            return [recover(db, attempt, clock) for attempt in attempts]
+        return [answer(finish, db, attempt, clock) == "done" for attempt in attempts]
 
     return in_a_session(location, take_part)
 
@@ -225,7 +217,7 @@ def both_or_neither(location: Location, prepare: Callable[[Database], Any], act:
 
 @pytest.mark.parametrize("run_out", [False, True], ids=["first", "takeover"])
 def test_a_worker_killed_inside_the_acquisition_of_its_attempt_has_all_of_it_or_nothing(
-    location: Location, clock: ManualClock, run_out: bool
+    location: Location, clock: ManualClock, *, run_out: bool
 ) -> None:
     def prepare(db: Database) -> Any:
         assignment = new_assignment(db, clock=clock)
@@ -411,3 +403,20 @@ def test_a_takeover_that_meets_the_renewal_of_the_attempt_waits_and_is_refused(
     assert renewed.expires_at > clock()
     assert said == "execution_attempt_held"
     assert ledger_facts(db, attempt.assignment_id)["attempts"] == ["ACTIVE"]
+
+
+def test_a_recovery_that_meets_a_late_terminal_write_waits_for_it_and_the_two_do_not_deadlock(
+    db: Database, location: Location, clock: ManualClock
+) -> None:
+    attempt = run_of(db, clock)
+    clock.advance(EXECUTION_ATTEMPT_TTL)
+    said = with_a_rival(
+        db,
+        location,
+        lambda session: answer(finish, session, attempt, clock),
+        after="UPDATE assignments",
+        rival=lambda session: answer(recover, session, attempt, clock),
+    )
+    assert said == ("done", "done")
+    facts = ledger_facts(db, attempt.assignment_id)
+    assert (facts["attempts"], facts["receipts"]) == (["DONE"], [("completed", "")])

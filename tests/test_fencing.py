@@ -32,10 +32,11 @@ from support import (
     rows,
     run_of,
     until_blocked,
+    without_checks,
 )
 
 from sovereign_agent import fencing, journal, outcomes, relay
-from sovereign_agent.clock import LAST_MICROS, ManualClock
+from sovereign_agent.clock import LAST_MICROS, ManualClock, micros
 from sovereign_agent.database import LEDGER_NAME, Database
 from sovereign_agent.errors import AlreadyHeld, AuthorityLost, ConstraintBroken, LedgerUnavailable, Refusal
 from sovereign_agent.fencing import ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL
@@ -138,7 +139,7 @@ def test_after_a_takeover_the_old_process_can_never_renew_even_when_the_new_leas
 
 @AROUND_THE_BOUNDARY
 def test_at_the_actor_lease_boundary_exactly_one_of_renewal_and_takeover_is_allowed(
-    db: Database, clock: ManualClock, offset: timedelta, over: bool
+    db: Database, clock: ManualClock, offset: timedelta, *, over: bool
 ) -> None:
     leases = [fencing.acquire_actor_lease(db, actor, RED, clock=clock) for actor in ("a", "b")]
     clock.advance(ACTOR_LEASE_TTL + offset)
@@ -383,7 +384,7 @@ def test_acquire_execution_attempt_reverifies_the_lease_even_if_the_caller_lost_
 
 @AROUND_THE_BOUNDARY
 def test_at_the_execution_attempt_boundary_exactly_one_of_renewal_takeover_and_recovery_side_is_allowed(
-    db: Database, clock: ManualClock, offset: timedelta, over: bool
+    db: Database, clock: ManualClock, offset: timedelta, *, over: bool
 ) -> None:
     kept, taken, dead = (run_of(db, clock, lease_ttl=HOUR) for _ in range(3))
     lease = fencing.current_actor_lease(db, ACTOR)
@@ -443,14 +444,12 @@ def test_an_execution_attempt_ends_at_its_maximum_however_faithfully_it_is_renew
     db: Database, clock: ManualClock
 ) -> None:
     start = clock()
-    maximum, step = timedelta(minutes=25), timedelta(minutes=9)
+    maximum = timedelta(minutes=25)
     attempt = run_of(db, clock, lease_ttl=HOUR, ttl=timedelta(minutes=10), maximum=maximum)
-    for minutes in (19, 25):
-        clock.advance(step)
-        again = renew_attempt(db, attempt, clock, ttl=timedelta(minutes=10))
-        assert again.expires_at == start + timedelta(minutes=minutes)
-    clock.set(start + maximum - TICK)
-    assert renew_attempt(db, attempt, clock).expires_at == start + maximum
+    for since_start, minutes in ((9, 19), (18, 25), (24, 25)):
+        clock.set(start + timedelta(minutes=since_start))
+        assert answer(renew_attempt, db, attempt, clock, ttl=timedelta(minutes=10)) == "done"
+        assert rows(db, "execution_attempts")[0]["expires_at"] == micros(start + timedelta(minutes=minutes))
     clock.set(start + maximum)
     assert answer(renew_attempt, db, attempt, clock) == "execution_attempt_lost"
     lease = fencing.current_actor_lease(db, ACTOR)
@@ -549,7 +548,7 @@ def test_an_execution_attempt_whose_pointer_was_moved_may_not_finish(db: Databas
 
 @pytest.mark.parametrize("successor_left", [False, True], ids=["still hosting", "released since"])
 def test_an_execution_attempt_whose_actor_lease_passed_on_may_not_finish(
-    db: Database, clock: ManualClock, successor_left: bool
+    db: Database, clock: ManualClock, *, successor_left: bool
 ) -> None:
     attempt = run_of(db, clock)
     clock.advance(ACTOR_LEASE_TTL)
@@ -587,6 +586,68 @@ def test_of_a_recovery_and_a_late_terminal_write_whoever_comes_first_writes_the_
     assert ledger_facts(db, finished.assignment_id)["receipts"] == [("completed", "")]
 
 
+# --- mailbox claims (Unit 8, Property 3; the rest is in test_relay) --------------------------------------
+
+
+def claims(db: Database, clock: ManualClock) -> tuple[Message, Message]:
+    """A claim that ran out, and the one by which the same owner took the message again."""
+    message = relay.send(db, "master", ACTOR, "s", "b", clock=clock)
+    first = relay.claim(db, message.id, ACTOR, clock=clock)
+    clock.advance(relay.CLAIM_TTL)
+    return first, relay.claim(db, message.id, ACTOR, clock=clock)
+
+
+def complete(db: Database, message: Message, clock: ManualClock) -> Message:
+    assert message.fencing_token
+    return relay.complete(db, message.id, ACTOR, fencing_token=message.fencing_token, clock=clock)
+
+
+def test_same_owner_expired_claim_mints_a_fresh_token_fu4_1(db: Database, clock: ManualClock) -> None:
+    stale, current = claims(db, clock)
+    assert stale.fencing_token
+    assert current.fencing_token
+    assert current.fencing_token > stale.fencing_token
+    assert current.claim_expires_at == clock() + relay.CLAIM_TTL
+    assert current.deliveries == 2
+
+
+def test_same_owner_unexpired_claim_gets_the_same_token_again_fu4_1(db: Database, clock: ManualClock) -> None:
+    _, current = claims(db, clock)
+    clock.advance(relay.CLAIM_TTL - TICK)
+    before = rows(db, "messages"), counter(db)
+    assert relay.claim(db, current.id, ACTOR, clock=clock) == current
+    assert (rows(db, "messages"), counter(db)) == before
+
+
+def test_complete_with_a_stale_token_is_refused(db: Database, clock: ManualClock) -> None:
+    stale, current = claims(db, clock)
+    before = rows(db, "messages"), rows(db, "events")
+    assert answer(complete, db, stale, clock) == "fencing_token_stale"
+    assert (rows(db, "messages"), rows(db, "events")) == before
+    assert answer(complete, db, current, clock) == "done"
+
+
+def test_dead_letter_with_a_stale_message_object_is_refused(db: Database, clock: ManualClock) -> None:
+    stale, current = claims(db, clock)
+    before = rows(db, "messages"), rows(db, "events")
+    assert answer(relay.dead_letter, db, stale, clock=clock) == "fencing_token_stale"
+    assert (rows(db, "messages"), rows(db, "events")) == before
+    assert answer(relay.dead_letter, db, current, clock=clock) == "done"
+
+
+def test_a_claim_by_an_unaddressed_actor_is_refused_and_a_token_does_not_help_it(
+    db: Database, clock: ManualClock
+) -> None:
+    _, current = claims(db, clock)
+    clock.advance(relay.CLAIM_TTL)
+    before = rows(db, "messages"), rows(db, "events"), counter(db)
+    assert answer(relay.claim, db, current.id, "another", clock=clock) == "authority_refusal"
+    taken = answer(relay.complete, db, current.id, "another", fencing_token=current.fencing_token or 0, clock=clock)
+    assert taken == "fencing_token_stale"
+    assert (rows(db, "messages"), rows(db, "events"), counter(db)) == before
+    assert answer(relay.claim, db, current.id, ACTOR, clock=clock) == "done"
+
+
 # --- the same worker name, two attempts (hazard 43) ------------------------------------------------------
 
 
@@ -608,15 +669,13 @@ ACTS: dict[str, tuple[str, Callable[[Database, Life, ManualClock], Any]]] = {
     "finishes": ("execution_attempt_lost", lambda db, life, clock: finish(db, life.attempt, clock)),
     "completes its message": (
         "fencing_token_stale",
-        lambda db, life, clock: relay.complete(
-            db, life.message.id, ACTOR, fencing_token=life.message.fencing_token or 0, clock=clock
-        ),
+        lambda db, life, clock: complete(db, life.message, clock),
     ),
     "buries its message": (
         "fencing_token_stale",
         lambda db, life, clock: relay.dead_letter(db, life.message, clock=clock),
     ),
-    "releases its actor lease": ("False", lambda db, life, clock: release(db, life.lease)),
+    "releases its actor lease": ("False", lambda db, life, _: release(db, life.lease)),
 }
 
 
@@ -674,18 +733,6 @@ IMPOSSIBLE = [-1, -(10**17), LAST_MICROS + 1, 2**62]
 
 def spoil(db: Database, table: str, column: str, literal: object) -> None:
     db.connection.execute(f"UPDATE {table} SET {column} = {literal}")  # noqa: S608
-
-
-def without_checks(db: Database, table: str) -> None:
-    """Take the constraints away that keep impossible numbers out of a table."""
-    if db.engine == "sqlite":
-        db.connection.execute("PRAGMA ignore_check_constraints = ON")
-        return
-    checks = db.connection.execute(
-        "SELECT conname FROM pg_constraint WHERE conrelid = CAST(CAST(? AS TEXT) AS regclass) AND contype = 'c'", (table,)
-    )
-    for check in checks:
-        db.connection.execute(f"ALTER TABLE {table} DROP CONSTRAINT {check[0]}")
 
 
 @pytest.mark.parametrize("literal", MALFORMED)
@@ -753,9 +800,7 @@ def test_a_clock_set_back_an_hour_makes_no_actor_lease_immortal(db: Database, cl
     assert fencing.acquire_actor_lease(db, ACTOR, BLUE, clock=clock).fencing_token > lease.fencing_token
 
 
-def test_a_clock_set_ahead_an_hour_ends_every_authority_and_the_tokens_decide(
-    db: Database, clock: ManualClock
-) -> None:
+def test_a_clock_set_ahead_an_hour_ends_every_authority_and_the_tokens_decide(db: Database, clock: ManualClock) -> None:
     attempt = run_of(db, clock)
     clock.advance(HOUR)
     current = run_of(db, clock, BLUE)
@@ -837,9 +882,7 @@ class Leases(RuleBasedStateMachine):
     @rule(process=st.sampled_from([RED, BLUE, "proc_green"]))
     def acquire(self, process: str) -> None:
         free = not self.current()
-        assert (
-            answer(fencing.acquire_actor_lease, self.ledger, ACTOR, process, clock=self.clock) == "done"
-        ) == free
+        assert (answer(fencing.acquire_actor_lease, self.ledger, ACTOR, process, clock=self.clock) == "done") == free
         if free:
             lease = fencing.current_actor_lease(self.ledger, ACTOR)
             assert lease

@@ -16,14 +16,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import tomlkit
 
-from sovereign_agent import fencing, journal, outcomes, supervisor, workspace
+from sovereign_agent import configuration, fencing, journal, outcomes, supervisor, workspace
 from sovereign_agent.clock import Clock
 from sovereign_agent.errors import Refusal, SovereignError
 from sovereign_agent.organization import Organization
@@ -33,12 +34,20 @@ T = TypeVar("T")
 
 WORKER = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "hard_kill_worker.py"
 ACTOR = "operator-course"
-TITLE = "Close the shop (Chapter 6)"
+COLLAPSING = "collapses-mid-count"
 DEADLINE_SECONDS = 60.0
 ORPHAN_SECONDS = 10.0
 FAR = timedelta(days=3650)
 """How far the supervisor's clock runs ahead: beyond every lease and attempt, so that nobody has to wait for them."""
 
+PROVIDER = {
+    "kind": "scripted",
+    "steps": [
+        {"stdout": "half a str"},
+        {"report": {"status": "completed", "summary": "All done, says a file."}},  # no recovery may believe it
+        {"sleep": 2 * DEADLINE_SECONDS},
+    ],
+}
 EXPECTED = {
     "worker_reached_running_before_sigkill": True,
     "worker_died_abnormally": True,
@@ -59,7 +68,7 @@ def main() -> int:
     parser.add_argument("--root", type=folder, required=True, help="the organization's folder; made if it is not there")
     root = parser.parse_args().root
     try:
-        organization = Organization.init(root)
+        organization = open_organization(root)
         try:
             observed = observe(organization)
         finally:
@@ -120,36 +129,48 @@ def observe(organization: Organization) -> dict[str, Any]:
     }
 
 
-def clear_the_stage(organization: Organization, far_future: Clock) -> None:
-    """Recover what an earlier run of this exercise left, and free its actor.
+def open_organization(root: Path) -> Organization:
+    """Make the exercise's own organization in `root`, or open the one that an earlier run made there.
 
-    A tick years ahead declares every running attempt lost. That is no harm where all are this exercise's own; where
-    another is running, nothing is touched.
+    Nobody else's will do: its work would be declared lost by a tick that is years ahead.
     """
-    for attempt in fencing.expired_execution_attempts(organization.db, far_future):
-        if title_of(organization, attempt.assignment_id) != TITLE:
+    path = root / configuration.FILE_NAME
+    if path.exists() and path.read_bytes() != configuration.default_text().encode():
+        if configuration.load(root).actor(ACTOR).provider != COLLAPSING:
             raise Refusal(
-                f"{organization.root} is not the place for this exercise.",
-                category="work_in_progress",
-                why=f"{attempt.assignment_id} is running there, and a clock years ahead would end it.",
+                f"{root} holds another organization.",
+                category="not_the_exercise",
+                why="The exercise moves its supervisor's clock years ahead, which would end the work of others there.",
                 next_command="choose a --root of its own",
             )
+        return Organization.init(root)
+    Organization.init(root).close()
+    document: Any = tomlkit.parse(configuration.default_text())
+    document["providers"][COLLAPSING] = PROVIDER
+    document["actors"][ACTOR]["provider"] = COLLAPSING
+    draft = path.with_suffix(".draft")
+    draft.write_text(tomlkit.dumps(document), encoding="utf-8")
+    draft.replace(path)
+    return Organization(root)
+
+
+def clear_the_stage(organization: Organization, far_future: Clock) -> None:
+    """End and recover what an earlier run left, and free the actor that its worker still hosts."""
+    worker = [str(WORKER), str(organization.root)]
+    left = [each for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[1:3] == worker]
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    await_end(left)
     supervisor.tick(organization, far_future)
-    process = organization.process_identity
-    lease = fencing.acquire_actor_lease(organization.db, ACTOR, process, ttl=timedelta(0), clock=far_future)
-    fencing.release_actor_lease(organization.db, ACTOR, process, lease.fencing_token)
-
-
-def title_of(organization: Organization, assignment_id: str) -> str:
-    """The title of the outcome that an assignment works towards."""
-    connection = organization.db.connection
-    sow = outcomes.get_sow(connection, outcomes.get_assignment(connection, assignment_id).sow_id)
-    return outcomes.get_outcome(connection, sow.outcome_id).title
+    me = organization.process_identity
+    lease = fencing.acquire_actor_lease(organization.db, ACTOR, me, ttl=timedelta(0), clock=far_future)
+    fencing.release_actor_lease(organization.db, ACTOR, me, lease.fencing_token)
 
 
 def assign(organization: Organization) -> Assignment:
     """Give the shop's closing to the operator."""
-    outcome = organization.create_outcome(TITLE, "The till is counted.", [], "principal-human")
+    outcome = organization.create_outcome("Close the shop", "The till is counted.", [], "principal-human")
     organization.activate(outcome.id, "principal-human")
     sow = organization.create_sow(outcome.id, "Count the till", "operator", "master-course")
     organization.ready_sow(sow.id)
@@ -173,12 +194,12 @@ def running_attempt(organization: Organization, assignment_id: str) -> str | Non
     return assignment.current_execution_attempt if assignment.state is AssignmentState.RUNNING else None
 
 
-def await_end(program: list[psutil.Process]) -> None:
-    """Wait until the dead worker's program has noticed that it is alone; end it if it does not."""
+def await_end(processes: list[psutil.Process]) -> None:
+    """Wait until these processes have ended. A dead worker's program notices that it is alone; if not, it is ended."""
     deadline = time.monotonic() + ORPHAN_SECONDS
-    while any(is_running(process) for process in program) and time.monotonic() < deadline:
+    while any(is_running(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(0.02)
-    for orphan in filter(is_running, program):
+    for orphan in filter(is_running, processes):
         orphan.kill()
 
 
@@ -190,7 +211,7 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
-def eventually(what: str, worker: subprocess.Popen[str], condition: Callable[[], T]) -> T:
+def eventually(what: str, worker: subprocess.Popen[str], condition: Callable[[], T | None]) -> T:
     """Poll until `condition` is true; Refusal when the worker ends before, or the deadline passes."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not (answer := condition()):

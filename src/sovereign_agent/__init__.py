@@ -1,5 +1,4 @@
-"""sovereign-agent runs AI-agent workers that may be killed at any instant, and keeps a record that never lies
-about them.
+"""Runs AI-agent workers that may be killed at any instant, and keeps a record that never lies about them.
 
     from sovereign_agent import Organization
 
@@ -11,6 +10,8 @@ The map of the house; whatever stands lower never imports what stands higher:
     faces        cli, commands/   the command line; no rule lives there
     reconciler   supervisor       ends what a dead worker left behind, and never guesses
     service      organization     who may do what, and the run of an assignment
+                 runs             what a process holds while it runs one, and how a run ends
+                 verdicts         what is found when the house looks for itself
     homes        relay            the actors' mailbox
                  fencing          actor leases and execution attempts: who may act right now
                  outcomes         outcomes, statements of work, assignments, and what is said about them

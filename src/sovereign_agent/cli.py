@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
+from itertools import takewhile
 from types import FrameType
 from typing import TYPE_CHECKING, cast
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import typer
 
 PROGRAM = "sovereign-agent"
+BUG = 70
 CLOSED_PIPE = 141
 """What a shell answers for a program that SIGPIPE ended."""
 
@@ -37,7 +39,7 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (OSError, 4),
     (ProviderFault, 5),
     (KeyboardInterrupt, 130),
-    (BaseException, 70),
+    (BaseException, BUG),
 )
 """The exit code of everything that can end a verb; the first match is the one. A verb that is done ends with 0."""
 
@@ -52,27 +54,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what the locale cannot show is escaped
     try:
-        code = _attempt(given)
-        if sys.stdout:
-            sys.stdout.flush()
-    except BrokenPipeError:
+        return _attempt(given)
+    except (BrokenPipeError, SystemExit):  # the second is rich's answer to a closed pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
-        code = CLOSED_PIPE
-    return code
+        return CLOSED_PIPE
 
 
 def application() -> typer.Typer:
     """Every verb, in the order in which work meets them."""
     import typer
 
-    from sovereign_agent.commands import actor, demo, doctor, heartbeat, init, judging, looking, mail, options, outcome
-    from sovereign_agent.commands import supervisor, work
+    from sovereign_agent.commands import (
+        actor,
+        demo,
+        doctor,
+        heartbeat,
+        init,
+        judging,
+        looking,
+        mail,
+        options,
+        outcome,
+        supervisor,
+        work,
+    )
 
     app = typer.Typer(
         help="Run AI-agent workers that may be killed at any instant, and keep a record that never lies about them.",
         epilog="An actor's id is a name, not a credential: whoever may run this program on this ledger may speak for"
         " every actor. Exit codes: 0 done, 1 refused, 2 usage or settings, 3 busy, 4 ledger, 5 provider.",
         add_completion=False,
+        rich_markup_mode="markdown",
         pretty_exceptions_enable=False,
     )
     app.callback()(options.before_the_verb)
@@ -101,9 +113,9 @@ def _attempt(given: list[str]) -> int:
         raise
     except (Exception, KeyboardInterrupt) as error:
         code = next(code for kind, code in EXIT_CODES if isinstance(error, kind))
-        _complain(_in_words(error), code, as_json="--json" in given)
-        if code == EXIT_CODES[-1][1] and os.environ.get("SOVEREIGN_DEBUG") == "1":
-            raise
+        _complain(_in_words(error), code, as_json="--json" in takewhile(lambda word: word != "--", given))
+        if code == BUG and os.environ.get("SOVEREIGN_DEBUG") == "1":
+            sys.excepthook(type(error), error, error.__traceback__)
         return code
 
 
@@ -133,8 +145,8 @@ def _verb(given: list[str]) -> str:
     return ""
 
 
-def _end_at_once(number: int, frame: FrameType | None) -> None:
-    os._exit(0)  # nothing is open yet, and an exception could get lost inside an import
+def _end_at_once(_number: int, _frame: FrameType | None) -> None:
+    os._exit(0)  # a supervisor may die at any line, and an exception could get lost inside an import
 
 
 def _in_words(error: BaseException) -> SovereignError:

@@ -17,7 +17,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -69,7 +69,7 @@ class Database:
         self._all: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._closed = False
         self.path = self._resolved(location, root)
-        self._first_open(create)
+        self._first_open(create=create)
 
     def _resolved(self, location: str | Path, root: Path | None) -> Path:
         if self._url:
@@ -80,16 +80,19 @@ class Database:
 
         sqlite.check_version()
         if str(location) == ":memory:":
-            raise LedgerUnavailable("A ledger in memory is none.", category="journal_mode", why="It would not be durable.")
+            raise LedgerUnavailable(
+                "A ledger in memory is none.", category="journal_mode", why="It would not be durable."
+            )
         return sqlite.resolve(Path(location))
 
-    def _first_open(self, create: bool) -> None:
+    def _first_open(self, *, create: bool) -> None:
         """Look first: whatever is refused here is refused before a byte of it is changed."""
         if not self._url:
-            self._require_file(create and not self.read_only)
+            self._require_file(create=create and not self.read_only)
         migrations = migrate.core_migrations()
         try:
-            with closing(self._open(read_only=True)) as look:
+            as_is = self._url or self.read_only
+            with nullcontext(self.connection) if as_is else closing(self._open(read_only=True)) as look:
                 interrupted = not look.tables()
                 if self.read_only or (interrupted and not create):
                     migrate.check(look, migrate.CORE, migrations)
@@ -102,7 +105,7 @@ class Database:
             self.close()
             raise
 
-    def _require_file(self, create: bool) -> None:
+    def _require_file(self, *, create: bool) -> None:
         from sovereign_agent.storage import sqlite
 
         if not sqlite.exists(self.path, create=create):
@@ -130,7 +133,7 @@ class Database:
 
     def _open(self, *, read_only: bool) -> Connection:
         if self._url:
-            return _postgres(self._url, self._patience, read_only)
+            return _postgres(self._url, self._patience, read_only=read_only)
         if read_only:
             from sovereign_agent.storage.sqlite_reader import SQLiteReader
 
@@ -177,7 +180,7 @@ class Database:
         self._local = threading.local()
 
 
-def _postgres(url: str, patience: timedelta, read_only: bool) -> Connection:
+def _postgres(url: str, patience: timedelta, *, read_only: bool) -> Connection:
     try:
         from sovereign_agent.storage.postgres import PostgresConnection
     except ImportError as error:
@@ -188,3 +191,15 @@ def _postgres(url: str, patience: timedelta, read_only: bool) -> Connection:
             next_command="pip install 'sovereign-agent[postgres]'",
         ) from error
     return PostgresConnection(url, patience=patience, read_only=read_only)
+
+
+def driver_versions() -> dict[str, str]:
+    """The versions of what opens ledgers here: SQLite's library, and PostgreSQL's driver if it is installed."""
+    from importlib import metadata
+
+    from sovereign_agent.storage import sqlite
+
+    versions = {"sqlite": sqlite.sqlite3.sqlite_version}
+    with suppress(metadata.PackageNotFoundError):
+        versions["psycopg"] = metadata.version("psycopg")
+    return versions

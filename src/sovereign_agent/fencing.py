@@ -386,6 +386,14 @@ def expired_attempts(
     return [_attempt(row) for row in rows if row["id"] not in skipping][:limit]
 
 
+def attempts_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[ExecutionAttempt]:
+    """Up to `limit` attempts with ids from `first` on, before `beyond`."""
+    rows = connection.execute(
+        "SELECT * FROM execution_attempts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
+    )
+    return [_attempt(row) for row in rows]
+
+
 def lock_expired_attempt(connection: Connection, attempt_id: str, clock: Clock | None) -> datetime | None:
     """Lock an attempt's row, then read the clock: the time by which it has still run out, or None."""
     row = connection.execute(
@@ -441,6 +449,8 @@ def close_workspace(connection: Connection, attempt_id: str) -> None:
 
 
 def _insert_attempt(connection: Connection, attempt: ExecutionAttempt) -> ExecutionAttempt:
+    ids = (attempt.id, attempt.assignment_id, attempt.actor_id, attempt.process_identity)
+    times = (micros(attempt.acquired_at), micros(attempt.expires_at), micros(attempt.deadline))
     inserted = connection.execute(
         """
         INSERT INTO execution_attempts (id, assignment_id, actor_id, process_identity, fencing_token,
@@ -448,18 +458,7 @@ def _insert_attempt(connection: Connection, attempt: ExecutionAttempt) -> Execut
         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
         RETURNING *
         """,
-        (
-            attempt.id,
-            attempt.assignment_id,
-            attempt.actor_id,
-            attempt.process_identity,
-            attempt.fencing_token,
-            attempt.actor_lease_fencing_token,
-            attempt.status,
-            micros(attempt.acquired_at),
-            micros(attempt.expires_at),
-            micros(attempt.deadline),
-        ),
+        (*ids, attempt.fencing_token, attempt.actor_lease_fencing_token, attempt.status, *times),
     )
     return _attempt(inserted.rows[0])
 
@@ -564,11 +563,3 @@ def _attempt(row: Row) -> ExecutionAttempt:
         moment(row["expires_at"]),
         moment(row["deadline"]),
     )
-
-
-def attempts_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[ExecutionAttempt]:
-    """Up to `limit` attempts with ids from `first` on, before `beyond`."""
-    rows = connection.execute(
-        "SELECT * FROM execution_attempts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
-    )
-    return [_attempt(row) for row in rows]

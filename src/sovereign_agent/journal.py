@@ -73,6 +73,14 @@ def receipt_of_attempt(connection: Connection, attempt_id: str) -> Receipt | Non
     return _receipt(row) if row else None
 
 
+def receipts_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Receipt]:
+    """Up to `limit` receipts with ids from `first` on, before `beyond`."""
+    rows = connection.execute(
+        "SELECT * FROM receipts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
+    )
+    return [_receipt(row) for row in rows]
+
+
 def events_of(connection: Connection, subject: str, *, limit: int = 200) -> list[Event]:
     """The newest `limit` events about `subject`, oldest first."""
     rows = connection.execute("SELECT * FROM events WHERE subject = ? ORDER BY seq DESC LIMIT ?", (subject, limit))
@@ -120,11 +128,3 @@ def _receipt(row: Row) -> Receipt:
 
 def _event(row: Row) -> Event:
     return Event(row["seq"], moment(row["at"]), row["kind"], row["subject"], row["actor"], json.loads(row["detail"]))
-
-
-def receipts_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Receipt]:
-    """Up to `limit` receipts with ids from `first` on, before `beyond`."""
-    rows = connection.execute(
-        "SELECT * FROM receipts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
-    )
-    return [_receipt(row) for row in rows]

@@ -241,7 +241,8 @@ class Organization:
                 receipt = runs.failure(attempt, "internal_error", f"{type(error).__name__}: {error}")
             except BaseException as error:
                 why = f"The worker was interrupted ({type(error).__name__})."
-                self._end_run(assignment, attempt, runs.failure(attempt, "interrupted", why))
+                with suppress(SovereignError):  # lost or not: whoever interrupts must not be answered with a refusal
+                    self._end_run(assignment, attempt, runs.failure(attempt, "interrupted", why))
                 raise
             return self._end_run(assignment, attempt, receipt)
 

@@ -165,6 +165,8 @@ def apply_workspace_policy(
     unwritten: tuple[str, ...] = ()
     try:
         workspace.write_receipt(root, attempt_id, journal.receipt_json(receipt))
+    except FileNotFoundError:  # somebody else, who has written it, is tidying up here and swept our half-made copy
+        return workspace.Reclaim("partial")
     except OSError as error:
         unwritten = (f"receipt.json: {error.strerror}",)
     reclaim = workspace.reclaim_workspace(root, attempt_id, policy)

@@ -167,8 +167,7 @@ def _apply_workspace_policy(org: Organization, attempt_id: str, policy: str) -> 
     receipt = journal.receipt_of_attempt(org.db.connection, attempt_id)
     if receipt is None:
         return "it has ended without a receipt"
-    reclaim = runs.apply_workspace_policy(org.db, org.root, attempt_id, policy, receipt)
-    return ", ".join(reclaim.leftovers) if reclaim.status == "partial" else ""
+    return ", ".join(runs.apply_workspace_policy(org.db, org.root, attempt_id, policy, receipt).leftovers)
 
 
 @contextmanager

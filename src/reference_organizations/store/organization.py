@@ -37,8 +37,9 @@ def make_store(root: Path | str, *, ledger_url: str = "", clock: Clock | None = 
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationFault(
-            f"{folder} cannot hold a shop: {error.strerror}.",
+            f"{folder} cannot hold a shop.",
             category="configuration",
+            why=f"A folder is needed there, and none could be made ({error.strerror}).",
             next_command="choose another --root",
         ) from None
     _write_settings(folder, ledger_url)

@@ -4,8 +4,8 @@ Home of products, inventory, till, cash_entries and replenishment_events.
 
 Goods and money move in one transaction or not at all. A restock takes no figure from its caller: what to buy
 stands in the receipt of the completed work, what it costs in the shop's own list, and that it happened stands
-beside the evidence of it, once for each assignment. Money is whole cents. Whoever needs several of these rows
-takes them in one order, product, inventory, till, so that no two wait for each other.
+beside the evidence of it, once for each assignment. Money is whole cents. The till's row is the shop's one lock:
+whoever changes goods or money, or must know that nobody does, takes it first.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ CREATE TABLE till (
     id <integer> PRIMARY KEY NOT NULL CHECK (id = 1),
     balance_cents <integer> NOT NULL CHECK (balance_cents >= 0)
 ) <strict>;
+INSERT INTO till (id, balance_cents) VALUES (1, 0);
 
 -- home: stock
 CREATE TABLE replenishment_events (
@@ -143,15 +144,10 @@ def seed(db: Database) -> None:
     """Bring the shop's tables into a ledger and put tea on its shelf. What is already there stays as it is."""
     db.extend("store", MIGRATIONS)
     with db.transaction() as connection:
+        _hold(connection, SKU_TEA)
         add_product(connection, SKU_TEA, "Tea, 250 g", price_cents=450, cost_cents=180, on_hand=18, reorder_point=10)
-        opened = connection.execute(
-            "INSERT INTO till (id, balance_cents) VALUES (1, ?) ON CONFLICT (id) DO NOTHING", (OPENING_CENTS,)
-        )
-        if opened.rowcount == 1:
-            connection.execute(
-                "INSERT INTO cash_entries (kind, amount_cents, at) VALUES ('opening', ?, ?)",
-                (OPENING_CENTS, micros(db.now())),
-            )
+        if connection.execute("SELECT 1 FROM cash_entries WHERE kind = 'opening'").fetchone() is None:
+            _take_in(connection, "opening", None, OPENING_CENTS, at=micros(db.now()))
 
 
 def add_product(
@@ -213,11 +209,7 @@ def record_sale(db: Database, sku: str, quantity: int, *, clock: Clock | None = 
                 next_command="sell fewer, or restock",
             )
         amount = quantity * int(product["price_cents"])
-        connection.execute("UPDATE till SET balance_cents = balance_cents + ? WHERE id = 1", (amount,))
-        connection.execute(
-            "INSERT INTO cash_entries (kind, sku, amount_cents, at) VALUES ('sale', ?, ?, ?)",
-            (sku, amount, micros(db.now(clock))),
-        )
+        _take_in(connection, "sale", sku, amount, at=micros(db.now(clock)))
     return Sale(sku, quantity, amount)
 
 
@@ -337,16 +329,15 @@ def _unknown(outcome: Outcome) -> Verdict:
 
 
 def _hold(connection: Connection, sku: str) -> Row | None:
-    """Read a product and its stock, and keep both and the till from changing until the transaction ends."""
-    row = connection.execute(
+    """Lock the shop until the caller's transaction ends, and read a product with its stock."""
+    connection.execute("SELECT 1 FROM till WHERE id = 1 <for update>")
+    return connection.execute(
         """
         SELECT p.price_cents, p.cost_cents, i.on_hand, i.reserved, i.reorder_point
-          FROM products p JOIN inventory i ON i.sku = p.sku WHERE p.sku = ? <for update>
+          FROM products p JOIN inventory i ON i.sku = p.sku WHERE p.sku = ?
         """,
         (sku,),
     ).fetchone()
-    connection.execute("SELECT 1 FROM till WHERE id = 1 <for update>")
-    return row
 
 
 def _held_product(connection: Connection, sku: str) -> Row:
@@ -398,6 +389,13 @@ def _already_applied(assignment_id: str) -> IllegalMove:
         category="restock_already_applied",
         why="Its goods are on the shelf and paid for.",
         inspect=f"sovereign-agent inspect {assignment_id}",
+    )
+
+
+def _take_in(connection: Connection, kind: str, sku: str | None, amount_cents: int, *, at: int) -> None:
+    connection.execute("UPDATE till SET balance_cents = balance_cents + ? WHERE id = 1", (amount_cents,))
+    connection.execute(
+        "INSERT INTO cash_entries (kind, sku, amount_cents, at) VALUES (?, ?, ?, ?)", (kind, sku, amount_cents, at)
     )
 
 

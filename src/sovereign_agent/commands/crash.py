@@ -175,10 +175,11 @@ class CrashDemo:
         self.await_end(org, assignment.id)
         self.say("Its attempt has run out and was recovered: FAILED. Now its program finishes, and SIGCONT wakes it.")
         before = _canonical_rows(org)
-        run.path.mkdir(parents=True, exist_ok=True)
         (run.path / "go-on").touch()
         worker.send_signal(signal.SIGCONT)
         _, stderr = worker.communicate(timeout=DEADLINE_SECONDS)
+        if not stderr.strip():
+            print("DEBUG", worker.returncode, outcomes.get_assignment(org.db.connection, assignment.id), journal.receipts_of(org.db.connection, assignment.id), journal.events_of(org.db.connection, assignment.id))
         written = len(before ^ _canonical_rows(org))
         refusal = json_text.loads(stderr)["error"]["category"]
         self.say(f"It tries to record its result and is refused: {refusal}. Rows it wrote: {written}.")
@@ -217,11 +218,16 @@ class CrashDemo:
         return workspace.locate(self.folder, attempt)
 
     def await_end(self, org: Organization, assignment_id: str) -> None:
-        """Wait until the ledger says that the assignment has ended."""
-        _eventually(
-            lambda: outcomes.get_assignment(org.db.connection, assignment_id).state is not AssignmentState.RUNNING,
-            "its recovery",
-        )
+        """Wait until the assignment has ended and the supervisor is done with its folder."""
+
+        def ended() -> bool:
+            connection = org.db.connection
+            state = outcomes.get_assignment(connection, assignment_id).state
+            return state is not AssignmentState.RUNNING and not fencing.attempts_to_reclaim(
+                connection, after="", limit=1
+            )
+
+        _eventually(ended, "its recovery")
 
     def scene(self, text: str) -> None:
         """Begin a scene of the story."""

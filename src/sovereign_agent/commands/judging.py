@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -21,15 +21,13 @@ def verify(
 ) -> None:
     """Check work against its receipt, or an outcome against its checks. Ends with 1 if something does not hold."""
     with opened(root) as org:
-        if subject.startswith("out_"):
-            verdicts = org.verify_outcome(subject, by)
-        else:
-            verdicts = [("receipt", org.verify_sow(subject, by))]
-    holds = all(verdict.passed for _, verdict in verdicts)
-    document: dict[str, Any] = {"subject": subject, "passed": holds, "checks": {name: v for name, v in verdicts}}
-    facts = [(name, f"{'holds' if verdict.passed else 'FAILS'}: {verdict.reason}") for name, verdict in verdicts]
-    what_next = [("next", "sovereign-agent review " + subject + " --by ACTOR")] if subject.startswith("sow_") and holds else []
-    answer(document, entry(f"{subject} {'is verified' if holds else 'does not hold'}.", facts + what_next), as_json=json)
+        whole = subject.startswith("out_")
+        verdicts = dict(org.verify_outcome(subject, by)) if whole else {"receipt": org.verify_sow(subject, by)}
+    holds = all(verdict.passed for verdict in verdicts.values())
+    following = "" if whole or not holds else f"sovereign-agent review {subject} --by ACTOR"
+    told = [(name, f"{'holds' if verdict.passed else 'fails'}: {verdict.reason}") for name, verdict in verdicts.items()]
+    text = entry(f"{subject} {'holds' if holds else 'does not hold'}.", [*told, ("next", following)])
+    answer({"subject": subject, "passed": holds, "checks": verdicts}, text, as_json=json)
     raise typer.Exit(0 if holds else 1)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from sovereign_agent import __version__
 
 if TYPE_CHECKING:
     from sovereign_agent.organization import Organization
@@ -30,8 +33,36 @@ AssignmentId = Annotated[str, typer.Argument(metavar="ASSIGNMENT", help="An asg_
 ActorId = Annotated[str, typer.Argument(metavar="ACTOR", help="An actor of sovereign.toml.")]
 
 
+def _version(*, wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sovereign-agent {__version__}")
+        raise typer.Exit
+
+
+def before_the_verb(
+    *,
+    root: Annotated[
+        Path,
+        typer.Option("--root", metavar="FOLDER", envvar="SOVEREIGN_ROOT", help=f"{ROOT_HELP} A verb takes it too."),
+    ] = HERE,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and nothing else.")
+    ] = False,
+) -> None:
+    """Only the options: `Root` reads --root, and --version has answered already."""
+
+
 def opened(root: Path, *, read_only: bool = False) -> closing[Organization]:
-    """The organization at `root`, closed at the end of the ``with``."""
+    """The organization at `root`, closed at the end of the ``with``.
+
+    What the house logs is silenced, unless SOVEREIGN_DEBUG=1: stderr belongs to the verb's own answer, and whatever a
+    log could tell stands in a receipt, or is told by `doctor`.
+    """
+    import logging
+
     from sovereign_agent.organization import Organization
 
+    log = logging.getLogger("sovereign_agent")
+    if not log.hasHandlers() and os.environ.get("SOVEREIGN_DEBUG") != "1":
+        log.addHandler(logging.NullHandler())
     return closing(Organization(root, read_only=read_only))

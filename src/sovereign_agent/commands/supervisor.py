@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,8 +27,7 @@ def supervisor(
     """
     from sovereign_agent.supervisor import run
 
-    with suppress(KeyboardInterrupt), opened(root) as org:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on a transaction may be open
+    with opened(root) as org:
         run(org, once=once, on_tick=_show_json if json else _Lines(always=once))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 from sovereign_agent import fencing, journal, outcomes, relay
 from sovereign_agent.commands.printing import entry, to_json
@@ -128,8 +128,13 @@ def inspect(org: Organization, beginning: str) -> Document:
             found["rulings"] = outcomes.rulings_of(connection, record.id)
         case Assignment():
             found |= _runs(connection, [record])
-        case ExecutionAttempt(assignment_id=subject) | Receipt(assignment_id=subject):
-            found |= _runs(connection, outcomes.assignments_between(connection, *_span(subject), limit=1))
+        case ExecutionAttempt(assignment_id=subject):
+            receipt = journal.receipt_of_attempt(connection, record.id)
+            found["receipts"] = [receipt] if receipt else []
+            found["evidence"] = outcomes.evidence_of(connection, subject)
+        case Receipt(assignment_id=subject):
+            found["attempts"] = fencing.attempts_between(connection, *_span(record.attempt_id), limit=1)
+            found["evidence"] = outcomes.evidence_of(connection, subject)
         case Message():
             pass
     found["events"] = journal.events_of(connection, subject)
@@ -141,7 +146,7 @@ def inspect_text(document: Document) -> str:
     parts = [_record_text(document["record"])]
     for name, found in document.items():
         if isinstance(found, list) and found:
-            items: list[Any] = found
+            items = cast("list[Any]", found)
             parts.append("\n".join([name, *(_item_text(item) for item in items)]))
     return "\n\n".join(parts)
 
@@ -167,8 +172,10 @@ def _find(connection: Connection, beginning: str) -> Record:
 
 
 def _span(beginning: str) -> tuple[str, str]:
-    """The first id that can begin like that, and one beyond the last: ids are hexadecimal, so no collation of
-    either engine puts one after a "g"."""
+    """The first id that can begin like that, and one beyond the last.
+
+    Ids are hexadecimal, so no collation of either engine puts one after a "g".
+    """
     return beginning, beginning + "g"
 
 

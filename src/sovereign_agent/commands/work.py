@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from sovereign_agent.clock import monotonic
 from sovereign_agent.commands.options import HERE, ActorId, AssignmentId, By, Json, OutcomeId, Root, SowId, opened
 from sovereign_agent.commands.printing import answer, entry
-from sovereign_agent.errors import IllegalMove, SovereignError
-from sovereign_agent.records import OutcomeState, ReceiptStatus
-
-if TYPE_CHECKING:
-    from rich.text import Text
-
-    from sovereign_agent.organization import Organization
+from sovereign_agent.errors import IllegalMove
 
 
 def plan(
@@ -38,6 +29,7 @@ def plan(
 ) -> None:
     """Write a statement of work towards an outcome, ready to be assigned."""
     from sovereign_agent import outcomes
+    from sovereign_agent.records import OutcomeState
 
     with opened(root) as org:
         if outcomes.get_outcome(org.db.connection, outcome).state is OutcomeState.DRAFT:
@@ -63,7 +55,7 @@ def assign(
         typer.Option(
             "--workspace",
             metavar="POLICY",
-            help="What becomes of the run's folder: temporary_directory (only the handed-over files stay) or persistent.",
+            help="What becomes of the run's folder: temporary_directory (what it hands over stays) or persistent.",
         ),
     ] = "temporary_directory",
     root: Root = HERE,
@@ -82,9 +74,11 @@ def run(assignment: AssignmentId, *, root: Root = HERE, json: Json = False) -> N
     Ends with 0 if the work is completed, with 1 if it is blocked or failed. SIGINT and SIGTERM are recorded.
     """
     from sovereign_agent import outcomes
+    from sovereign_agent.commands.waiting import waiting
+    from sovereign_agent.records import ReceiptStatus
 
     with _sigterm_interrupts(), opened(root) as org:
-        with _waiting(org, assignment):
+        with waiting(org, assignment):
             receipt = org.run_assignment(assignment)
         sow = outcomes.get_assignment(org.db.connection, assignment).sow_id
     done = receipt.status is ReceiptStatus.COMPLETED
@@ -96,7 +90,7 @@ def run(assignment: AssignmentId, *, root: Root = HERE, json: Json = False) -> N
         ("receipt", receipt.id),
         ("files", ", ".join(str(file["name"]) for file in receipt.detail.get("deliverables", []))),
         ("look", f"sovereign-agent inspect {assignment}"),
-        ("next", f"sovereign-agent verify {sow} --by ACTOR" if done else f"sovereign-agent assign {sow} ACTOR --by ACTOR"),
+        ("next", f"sovereign-agent {f'verify {sow}' if done else f'assign {sow} ACTOR'} --by ACTOR"),
     ]
     answer(receipt, entry(f"Assignment {assignment} is {receipt.status}{failure}.", facts), as_json=json)
     raise typer.Exit(0 if done else 1)
@@ -111,50 +105,9 @@ def cancel(assignment: AssignmentId, *, by: By, root: Root = HERE, json: Json = 
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def _sigterm_interrupts() -> Generator[None]:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _waiting(org: Organization, assignment_id: str) -> Iterator[None]:
-    """Show on a terminal that a run goes on, on stderr; anywhere else show nothing."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.spinner import Spinner
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    spinner = Spinner("dots", text=_Elapsed(org, assignment_id))
-    with Live(spinner, console=console, transient=True, refresh_per_second=8):
-        yield
-
-
-@dataclass
-class _Elapsed:
-    """How long a run has taken, and its attempt as soon as the ledger knows it; read anew whenever it is shown."""
-
-    org: Organization
-    assignment_id: str
-    attempt: str | None = None
-    started: float = field(default_factory=monotonic)
-
-    def __rich__(self) -> Text:
-        from rich.text import Text
-
-        self.attempt = self.attempt or self._current_attempt()
-        elapsed = timedelta(seconds=int(monotonic() - self.started))
-        return Text(f"{elapsed}  {self.attempt or 'starting'}")
-
-    def _current_attempt(self) -> str | None:
-        from sovereign_agent import outcomes
-
-        try:
-            return outcomes.get_assignment(self.org.db.connection, self.assignment_id).current_execution_attempt
-        except SovereignError:
-            return None

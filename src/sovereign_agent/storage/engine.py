@@ -14,7 +14,6 @@ follows it, a commit too, is refused, because an engine may have ended the trans
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -96,7 +95,9 @@ class Transaction:
         self._connection.begin(self, ledger_lock=self._ledger_lock)
         return self._connection
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self._connection.commit()
         else:
@@ -150,7 +151,7 @@ class Connection(ABC):
             )
         try:
             self._owner = weakref.ref(owner)
-            self._begin(ledger_lock)
+            self._begin(ledger_lock=ledger_lock)
         except BaseException:
             self._undo()
             raise
@@ -217,6 +218,7 @@ class Connection(ABC):
     def tables(self) -> set[str]:
         """The names of the tables that exist."""
 
+    @abstractmethod
     def make_durable(self) -> None:
         """Prepare a ledger that may be new: whatever its engine needs so that a commit survives a power cut."""
 
@@ -224,7 +226,7 @@ class Connection(ABC):
     def _run(self, sql: str, params: tuple[Value, ...]) -> Result: ...
 
     @abstractmethod
-    def _begin(self, ledger_lock: bool) -> None: ...
+    def _begin(self, *, ledger_lock: bool) -> None: ...
 
     @abstractmethod
     def _commit(self) -> None: ...
@@ -251,30 +253,25 @@ def refuse_fork(pid: int) -> None:
 def bind(params: Sequence[Value]) -> tuple[Value, ...]:
     """Check parameters at the border, so that both engines take and refuse the same values.
 
-    Raises IllegalMove (categories ``invalid_text``, ``invalid_number``) for NUL, lone surrogates, numbers
-    that are not finite, and integers beyond 64 bits.
+    Raises IllegalMove (categories ``invalid_text``, ``invalid_number``, ``invalid_value``) for NUL, lone
+    surrogates, integers beyond 64 bits, and numbers that are not whole: PostgreSQL would round them unasked.
     """
     return tuple([_bound(value) for value in params])
 
 
 def _bound(value: Value) -> Value:
     kind = type(value)
-    if kind is str:
-        return _text(value)  # type: ignore[arg-type]
-    if kind is int:
-        return _integer(value)  # type: ignore[arg-type]
-    if value is None or isinstance(value, bytes):
+    if value is None or kind is bytes:
         return value
-    if isinstance(value, StrEnum):
-        return value.value
-    if isinstance(value, bool):
-        return int(value)
-    if isinstance(value, float) and math.isfinite(value):
-        return value
+    if kind is str or isinstance(value, StrEnum):
+        return _text(str(value))
+    if kind is int or kind is bool or (isinstance(value, float) and value.is_integer()):
+        return _integer(int(value))
     raise IllegalMove(
         f"A {kind.__name__} was offered to the ledger that it cannot hold.",
-        category="invalid_number" if isinstance(value, float) else "invalid_value",
-        why="The ledger takes text, whole numbers, finite numbers, bytes and nothing else.",
+        category="invalid_number" if kind is float else "invalid_value",
+        why="The ledger takes text, whole numbers, bytes and nothing else.",
+        next_command="store a fraction as a whole number of a smaller unit",
     )
 
 

@@ -37,7 +37,7 @@ def core_migrations() -> list[Migration]:
 
     A first line ``-- min_writer: N`` says that programs which know the schema up to N may go on writing.
     """
-    files = sorted((resources.files(__package__) / "schema").iterdir(), key=lambda file: file.name)
+    files = sorted((resources.files("sovereign_agent.storage") / "schema").iterdir(), key=lambda file: file.name)
     return [_read(file.name, file.read_text("utf-8")) for file in files if file.name.endswith(".sql")]
 
 

@@ -21,7 +21,6 @@ from psycopg import errors
 from psycopg.adapt import AdaptersMap, Loader
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
-from psycopg.types.numeric import FloatDumper
 
 from sovereign_agent.clock import moment
 from sovereign_agent.errors import ConstraintBroken, Contention, LedgerFault, LedgerUnavailable, SovereignError
@@ -63,12 +62,6 @@ def render(text: str) -> str:
     return _QUOTED_OR_PLACEHOLDER.sub(lambda found: "%s" if found[0] == "?" else found[0], text.replace("%", "%%"))
 
 
-class _Float(FloatDumper):
-    """A float as text without a type: PostgreSQL would round it on its way into a whole number, unasked."""
-
-    oid = 0
-
-
 class _Numeric(Loader):
     """What `sum` and `avg` answer: the same kinds of number that SQLite answers with."""
 
@@ -78,18 +71,18 @@ class _Numeric(Loader):
 
 
 _ADAPTERS = AdaptersMap(psycopg.adapters)
-_ADAPTERS.register_dumper(float, _Float)
 _ADAPTERS.register_loader("numeric", _Numeric)
 
 
 class NamedRow(tuple[Any, ...]):
     """A tuple that also answers by column name, as SQLite's rows do: of two columns with one name, the first."""
 
+    __slots__ = ()
     _names: tuple[str, ...]
     _index: dict[str, int]
 
     def __getitem__(self, key: Any) -> Any:
-        return tuple.__getitem__(self, self._index[key] if isinstance(key, str) else key)
+        return super().__getitem__(self._index[key] if isinstance(key, str) else key)
 
     def keys(self) -> list[str]:
         return list(self._names)
@@ -98,7 +91,7 @@ class NamedRow(tuple[Any, ...]):
 @lru_cache(maxsize=1024)
 def _row_type(names: tuple[str, ...]) -> type[NamedRow]:
     index = {name: position for position, name in reversed([*enumerate(names)])}
-    return type("Row", (NamedRow,), {"_names": names, "_index": index})
+    return type("Row", (NamedRow,), {"__slots__": (), "_names": names, "_index": index})
 
 
 def _named_rows(cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], NamedRow]:
@@ -116,7 +109,7 @@ class PostgresConnection(Connection):
     """
 
     def __init__(self, url: str, *, patience: timedelta, read_only: bool) -> None:
-        self._conninfo = _conninfo(url, patience, read_only)
+        self._conninfo = _conninfo(url, patience, read_only=read_only)
         self._raw = self._connect()
         super().__init__()
 
@@ -144,12 +137,15 @@ class PostgresConnection(Connection):
 
     def _connect(self) -> psycopg.Connection[NamedRow]:
         try:
-            return psycopg.connect(**self._conninfo, autocommit=True, row_factory=_named_rows, context=_ADAPTERS)
+            return psycopg.Connection[NamedRow].connect(
+                **self._conninfo, autocommit=True, row_factory=_named_rows, context=_ADAPTERS
+            )
         except psycopg.Error as error:
             raise self._translated(error) from error
 
     def _run(self, sql: str, params: tuple[Value, ...]) -> Result:
         if self._raw.closed and self._owner is None:
+            self._require_usable()
             self._raw = self._connect()
         try:
             cursor = self._raw.execute(cast("LiteralString", render(sql)), params)
@@ -158,17 +154,20 @@ class PostgresConnection(Connection):
         except psycopg.Error as error:
             raise self._translated(error) from error
 
-    def _begin(self, ledger_lock: bool) -> None:
+    def make_durable(self) -> None:
+        """Nothing to do: every session asks for ``synchronous_commit``."""
+
+    def _begin(self, *, ledger_lock: bool) -> None:
         # One simple-protocol message, one round trip. After it the lock is ours or an error is.
         begin = cast("LiteralString", f"BEGIN; {_LEDGER_LOCK}" if ledger_lock else "BEGIN")
         try:
-            self._raw.execute(begin)
+            self._raw.execute(begin, prepare=False)
         except psycopg.Error as error:
             if not self._raw.closed:
                 self._abandon()
                 raise self._translated(error) from error
             self._raw = self._connect()  # the old session had been cut while it was idle
-            self._begin(ledger_lock)
+            self._begin(ledger_lock=ledger_lock)
 
     def _commit(self) -> None:
         try:
@@ -237,7 +236,7 @@ def _parsed(url: str) -> dict[str, Any]:
     )
 
 
-def _conninfo(url: str, patience: timedelta, read_only: bool) -> dict[str, Any]:
+def _conninfo(url: str, patience: timedelta, *, read_only: bool) -> dict[str, Any]:
     given = _parsed(url)
     wait = int(patience.total_seconds() * 1000)
     session = {
@@ -272,8 +271,6 @@ def _schema_words(statement: str) -> str:
 
 
 def _append_only(table: str) -> list[str]:
-    return [
-        _REFUSE_CHANGE,
-        f"CREATE TRIGGER {table}_append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON {table}"
-        " FOR EACH STATEMENT EXECUTE FUNCTION refuse_change()",
-    ]
+    change = f"UPDATE OR DELETE OR TRUNCATE ON {table}"
+    refuse = "FOR EACH STATEMENT EXECUTE FUNCTION refuse_change()"
+    return [_REFUSE_CHANGE, f"CREATE TRIGGER {table}_append_only BEFORE {change} {refuse}"]

@@ -33,7 +33,7 @@ from sovereign_agent.storage.engine import Connection, Result, Value, append_onl
 
 OLDEST_SQLITE = (3, 37, 0)
 WAL_LIMIT_BYTES = 64 * 1024 * 1024
-NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "afs", "ceph", "fuse", "glusterfs", "lustre", "gfs", "ocfs", "drvfs")
+NETWORK_FILE_SYSTEMS = re.compile("nfs|cifs|smb|9p|afs|ceph|fuse|glusterfs|lustre|gfs|ocfs|drvfs")
 WRITE_LOCK_BYTE = 120
 """Where the WAL write lock lies in the ``-shm`` file (sqlite.org/walformat.html)."""
 
@@ -56,6 +56,7 @@ _SESSION = (
     "trusted_schema = OFF",
     "synchronous = FULL",
     f"journal_size_limit = {WAL_LIMIT_BYTES}",
+    "schema_version",  # the first look into the file: whatever is wrong with it shows here
 )
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _WITH = re.compile(r"(?:\s|--[^\n]*\n)*WITH\b", re.IGNORECASE)
@@ -132,13 +133,16 @@ class SQLiteConnection(Connection):
     def _connect_as(self, mode: str) -> sqlite3.Connection:
         name = f"file:{quote(os.fsencode(self.path))}?{mode}"
         wait = self._patience.total_seconds()
+        raw = None
         try:
             raw = sqlite3.connect(name, uri=True, timeout=wait, isolation_level=None, check_same_thread=False)
             raw.row_factory = sqlite3.Row
             for pragma in _SESSION:
-                raw.execute(f"PRAGMA {pragma}")
+                raw.execute(f"PRAGMA {pragma}").fetchall()
         except sqlite3.Error as error:
-            raise translated(error, self.path, None) from error
+            if raw:
+                raw.close()
+            raise translated(error, self.path, self._holder) from error
         return raw
 
     def _close(self) -> None:
@@ -156,7 +160,7 @@ class SQLiteConnection(Connection):
         except sqlite3.Error as error:
             raise translated(error, self.path, self._holder) from error
 
-    def _begin(self, ledger_lock: bool) -> None:
+    def _begin(self, *, ledger_lock: bool) -> None:
         self._run("BEGIN IMMEDIATE", ())
 
     def _commit(self) -> None:
@@ -183,24 +187,23 @@ def _schema_words(statement: str) -> str:
 def _append_only(table: str, keys: list[str]) -> list[str]:
     refusal = f"BEGIN SELECT RAISE(ABORT, '{table} is append-only'); END"
     taken = " OR ".join(f"{key} = NEW.{key}" for key in keys)
+    replacing = f"WHEN EXISTS (SELECT 1 FROM {table} WHERE {taken})"  # REPLACE deletes without asking a trigger
     return [
         f"CREATE TRIGGER {table}_no_update BEFORE UPDATE ON {table} {refusal}",
         f"CREATE TRIGGER {table}_no_delete BEFORE DELETE ON {table} {refusal}",
-        f"CREATE TRIGGER {table}_no_replace BEFORE INSERT ON {table}"
-        f" WHEN EXISTS (SELECT 1 FROM {table} WHERE {taken}) {refusal}",
+        f"CREATE TRIGGER {table}_no_replace BEFORE INSERT ON {table} {replacing} {refusal}",
     ]
 
 
-def translated(error: sqlite3.Error, path: Path, holder: Callable[[], str] | None) -> SovereignError:
+def translated(error: sqlite3.Error, path: Path, holder: Callable[[], str]) -> SovereignError:
     """Say what a driver's error means for the caller."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
     primary = code & 0xFF
     if primary in _BUSY:
-        held_by = holder() if holder else ""
         return Contention(
             f"The ledger {path} is busy.",
             category="ledger_busy",
-            why=f"The write lock is held{held_by or ' by another process'}.",
+            why=f"The write lock is held{holder() or ' by another process'}.",
             inspect="sovereign-agent doctor",
             next_command="repeat the command",
         )
@@ -256,7 +259,7 @@ def resolve(path: Path, *, mounts: Iterable[str] | None = None) -> Path:
             next_command="remove the other hard link",
         )
     kind = file_system_of(resolved, _mounts() if mounts is None else mounts)
-    if kind.startswith(NETWORK_FILE_SYSTEMS):
+    if NETWORK_FILE_SYSTEMS.match(kind):
         raise LedgerUnavailable(
             f"{resolved} is on a network file system ({kind}).",
             category="network_file_system",
@@ -314,12 +317,11 @@ def file_system_of(path: Path, mounts: Iterable[str]) -> str:
     """The type of the file system that `path` is on, by the longest mount point; "unknown" when none tells."""
     best, kind = "", "unknown"
     for line in mounts:
-        fields = line.split()
-        if len(fields) < 3:
-            continue
-        point = _OCTAL.sub(lambda code: chr(int(code[1], 8)), fields[1])
+        _, _, rest = line.partition(" ")
+        point, _, rest = rest.partition(" ")
+        point = _OCTAL.sub(lambda code: chr(int(code[1], 8)), point)
         if len(point) >= len(best) and path.is_relative_to(point):
-            best, kind = point, fields[2]
+            best, kind = point, rest.partition(" ")[0]
     return kind
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from sovereign_agent.clock import moment
 from sovereign_agent.errors import Contention, SovereignError
 from sovereign_agent.storage.engine import Result, Value
-from sovereign_agent.storage.sqlite import SQLiteConnection, status_of, translated
+from sovereign_agent.storage.sqlite import SQLiteConnection, status_of
 
 CLOCK_TICK = timedelta(milliseconds=20)
 """Longer than a file system's clock stands still: two changes that far apart have different times."""
@@ -41,14 +41,11 @@ class SQLiteReader(SQLiteConnection):
                 self._quiet = seen
                 if timedelta(0) <= self._clock() - moment(ledger[2] // 1000) < CLOCK_TICK:
                     time.sleep(CLOCK_TICK.total_seconds())
-            raw = self._connect_as(mode)
             try:
-                raw.execute("PRAGMA schema_version").fetchone()
-                return raw
-            except sqlite3.Error as error:
-                raw.close()
+                return self._connect_as(mode)
+            except SovereignError:
                 if look(self.path) == seen:
-                    raise translated(error, self.path, None) from error
+                    raise
 
     def _run(self, sql: str, params: tuple[Value, ...]) -> Result:
         while True:
@@ -66,8 +63,16 @@ class SQLiteReader(SQLiteConnection):
                     category="ledger_busy",
                     next_command="repeat the command",
                 )
-            self._raw.close()
-            self._raw = self._connect()
+            self._renew()
+
+    def _begin(self, *, ledger_lock: bool) -> None:
+        if not self._undisturbed():
+            self._renew()
+        super()._begin(ledger_lock=ledger_lock)
+
+    def _renew(self) -> None:
+        self._raw.close()
+        self._raw = self._connect()
 
     def _undisturbed(self) -> bool:
         return self._quiet is None or self._quiet == look(self.path)

@@ -1,0 +1,167 @@
+"""What `doctor` looks at. It reports and mends nothing, and a ledger that is missing or broken is a finding, too."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+
+from sovereign_agent import configuration, fencing, relay
+from sovereign_agent.clock import LAST_MICROS, moment
+from sovereign_agent.commands.printing import plain
+from sovereign_agent.configuration import CommandSettings, Settings
+from sovereign_agent.database import driver_versions
+from sovereign_agent.errors import ConfigurationFault, SovereignError
+from sovereign_agent.organization import Organization
+
+WAL_WARNING_BYTES = 64 * 2**20
+LOOKED_AT = 10_000
+"""How many leases, attempts, claims and folders are looked at, each."""
+RECONCILE = "sovereign-agent supervisor --once"
+RUN_FOLDER = Path(".sovereign", "runs", "any")
+UNUSABLE = {"settings": 2, "ledger": 4}
+"""The exit code of a failed finding; no other ends in one."""
+
+
+class Verdict(StrEnum):
+    """How a finding looks to its reader."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at; `mend` says what to do about it, unless it is ok."""
+
+    subject: str
+    verdict: Verdict
+    found: str
+    mend: str = ""
+
+
+def check_up(root: Path) -> list[Finding]:
+    """Look at everything that can be looked at, in the order in which one thing rests on another."""
+    findings = [Finding(name, Verdict.OK, version) for name, version in _versions()]
+    try:
+        settings = configuration.load(root)
+        findings.append(Finding("settings", Verdict.OK, str(root.resolve() / configuration.FILE_NAME)))
+        findings += _providers(root, settings)
+        with closing(Organization(root, read_only=True)) as org:
+            findings += _ledger(org)
+    except SovereignError as error:
+        subject = "settings" if isinstance(error, ConfigurationFault) else "ledger"
+        told = " ".join(text for label, text in [("", error.happened), *error.answers()] if label != "next")
+        findings.append(Finding(subject, Verdict.FAIL, told, error.next_command))
+    return findings
+
+
+def exit_code(findings: list[Finding]) -> int:
+    """0 unless the settings or the ledger cannot be used."""
+    failed = [UNUSABLE[finding.subject] for finding in findings if finding.verdict is Verdict.FAIL]
+    return min(failed, default=0)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "python", f"{platform.python_version()} ({sys.executable})"
+    yield from driver_versions().items()
+
+
+def _providers(root: Path, settings: Settings) -> Iterator[Finding]:
+    """Whether the program of each provider is there, as a run would look for it: from the folder of a run."""
+    for name, provider in settings.providers.items():
+        program = provider.argv[0] if isinstance(provider, CommandSettings) else sys.executable
+        place = os.path.normpath(root.resolve() / RUN_FOLDER / program) if "/" in program else program
+        found = shutil.which(place)
+        if found:
+            yield Finding("provider", Verdict.OK, f"{name}: {found}")
+        else:
+            mend = f"install it, or correct [providers.{name}] in sovereign.toml"
+            yield Finding("provider", Verdict.WARN, f"{name}: no program {program} can be run", mend)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Authority that somebody holds, or held until it ran out; `ttl` is how long it usually lasts."""
+
+    name: str
+    expires_at: datetime
+    ttl: timedelta
+
+
+def _ledger(org: Organization) -> Iterator[Finding]:
+    place = org.settings.ledger.url or str(org.db.path)
+    yield Finding("ledger", Verdict.OK, f"{org.db.engine}, {place}: reachable, schema up to date")
+    if org.db.engine == "sqlite":
+        yield _file_system(org.db.path)
+        yield _wal(org.db.path)
+    now = org.db.now()
+    held = {"leases": _leases(org), "attempts": _attempts(org), "claims": _claims(org)}
+    for kind, those in held.items():
+        run_out = [one.name for one in those if one.expires_at <= now]
+        told = f"{len(those)}, {len(run_out)} of them run out"
+        harmless = kind == "leases" or not run_out  # a lease that has run out is free to take, and nothing waits for it
+        yield Finding(kind, Verdict.OK, told) if harmless else Finding(kind, Verdict.WARN, told, RECONCILE)
+    yield _clock([one for those in held.values() for one in those if one.expires_at > now + 2 * one.ttl])
+    left = len(fencing.attempts_to_reclaim(org.db.connection, after="", limit=LOOKED_AT))
+    told = f"{left} still to be dealt with"
+    yield Finding("workspaces", Verdict.WARN, told, RECONCILE) if left else Finding("workspaces", Verdict.OK, told)
+
+
+def _file_system(path: Path) -> Finding:
+    """By the longest mount point above the ledger. Where SQLite cannot work, the ledger refused to open already."""
+    mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
+    kind = max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else ""
+    if kind:
+        return Finding("file system", Verdict.OK, kind)
+    return Finding("file system", Verdict.WARN, "of an unknown type", "make sure that it is a local disk")
+
+
+def _wal(path: Path) -> Finding:
+    try:
+        size = path.with_name(path.name + "-wal").stat().st_size
+    except FileNotFoundError:
+        size = 0
+    told = f"{size / 2**20:.1f} MiB"
+    if size <= WAL_WARNING_BYTES:
+        return Finding("wal", Verdict.OK, told)
+    return Finding("wal", Verdict.WARN, told, "end the process that has kept a read open; the next writes shorten it")
+
+
+def _clock(far_ahead: list[_Held]) -> Finding:
+    if not far_ahead:
+        return Finding("clock", Verdict.OK, "nothing is held for longer than can be meant")
+    told = ", ".join(f"{one.name} until {plain(one.expires_at)}" for one in far_ahead[:5])
+    mend = "if the clock was set back, set it right, or revoke: sovereign-agent cancel ASSIGNMENT --by ACTOR"
+    return Finding("clock", Verdict.WARN, f"{len(far_ahead)} held implausibly far ahead: {told}", mend)
+
+
+def _end_of_time() -> datetime:
+    return moment(LAST_MICROS)
+
+
+def _leases(org: Organization) -> list[_Held]:
+    ttl = timedelta(seconds=org.settings.authority.actor_lease_seconds)
+    leases = fencing.expired_actor_leases(org.db, _end_of_time, limit=LOOKED_AT)  # by then every one has run out
+    return [_Held(lease.actor_id, lease.expires_at, ttl) for lease in leases]
+
+
+def _attempts(org: Organization) -> list[_Held]:
+    ttl = timedelta(seconds=org.settings.authority.execution_attempt_seconds)
+    attempts = fencing.expired_execution_attempts(org.db, _end_of_time, limit=LOOKED_AT)
+    return [_Held(attempt.assignment_id, attempt.expires_at, ttl) for attempt in attempts]
+
+
+def _claims(org: Organization) -> list[_Held]:
+    claims = relay.current_claims(org.db.connection, limit=LOOKED_AT)
+    return [_Held(claim.id, claim.claim_expires_at, relay.CLAIM_TTL) for claim in claims if claim.claim_expires_at]

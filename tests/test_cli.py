@@ -1,0 +1,1008 @@
+"""The command line: what is printed where, what it ends with, and what it leaves alone.
+
+Where the promise is a process's (exit codes, signals, pipes, locales, what stays on disk) a real one is started; all
+else goes through `main`, which is the same without the start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pty
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+import typer.main
+from conftest import Location
+from support import eventually
+
+import sovereign_agent
+from sovereign_agent import cli, fencing, journal, outcomes, relay, workspace
+from sovereign_agent.clock import ManualClock
+from sovereign_agent.commands import checkup, crash
+from sovereign_agent.configuration import FILE_NAME
+from sovereign_agent.database import LEDGER_NAME
+from sovereign_agent.errors import (
+    AlreadyHeld,
+    AuthorityLost,
+    ConfigurationFault,
+    ConstraintBroken,
+    Contention,
+    LedgerUnavailable,
+    PolicyRefusal,
+    ProviderFault,
+    Refusal,
+    SchemaMismatch,
+)
+from sovereign_agent.organization import Organization
+from sovereign_agent.records import AssignmentState, ReceiptStatus
+
+COMMAND = [sys.executable, "-m", "sovereign_agent"]
+WITHIN_SECONDS = 30
+REFERENCE = Path(__file__).parent.parent / "docs" / "reference" / "cli.md"
+LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
+READERS = (["status"], ["inspect", "out_"], ["inbox", "operator-course"], ["actor", "list"], ["heartbeat", "--status"])
+
+OK = [{"report": {"status": "completed", "summary": "Done."}}]
+HANDS_OVER = [
+    {"write": "till.txt", "text": "412.50"},
+    {"report": {"status": "completed", "summary": "Counted.", "deliverables": ["till.txt"]}},
+]
+BLOCKED = [{"report": {"status": "blocked", "summary": "Stuck.", "question": "Which till?"}}]
+FAILS = [{"exit": 3}]
+SLEEPS = [{"sleep": 60}]
+TAKES_A_MOMENT = [{"sleep": 0.8}, *OK]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a verb ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        """The one JSON document on stdout: anything beside it fails here."""
+        return json.loads(self.out)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The one JSON document on stderr, where nothing is on stdout."""
+        assert self.out == ""
+        return json.loads(self.err)["error"]
+
+
+Call = Callable[..., Ended]
+
+
+@pytest.fixture(autouse=True)
+def _no_outer_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SOVEREIGN_ROOT", "SOVEREIGN_DEBUG", "FORCE_COLOR", "NO_COLOR", "GITHUB_ACTIONS", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run a verb in this process."""
+
+    def run(*arguments: str | Path) -> Ended:
+        capsys.readouterr()
+        code = cli.main([str(argument) for argument in arguments])
+        return Ended(code, *capsys.readouterr())
+
+    return run
+
+
+def spawned(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
+    """Start a verb as a process."""
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
+    return subprocess.Popen([*COMMAND, *map(str, arguments)], **(given | options))
+
+
+def ended(process: subprocess.Popen[str]) -> Ended:
+    try:
+        out, err = process.communicate(timeout=WITHIN_SECONDS)
+    finally:
+        process.kill()
+    return Ended(process.returncode, out or "", err or "")
+
+
+def ledger_option(location: Location) -> list[str]:
+    return ["--ledger", location.ledger] if location.engine == "postgresql" else []
+
+
+@pytest.fixture
+def root(location: Location) -> Path:
+    """An organization, on each engine."""
+    url = location.ledger if location.engine == "postgresql" else ""
+    Organization.init(location.root, ledger_url=url).close()
+    return location.root
+
+
+@pytest.fixture
+def local_root(tmp_path: Path) -> Path:
+    """An organization with a ledger in a file."""
+    Organization.init(tmp_path / "org").close()
+    return tmp_path / "org"
+
+
+@pytest.fixture
+def org(root: Path) -> Iterator[Organization]:
+    """The same organization, as this test sees it."""
+    opened = Organization(root)
+    yield opened
+    opened.close()
+
+
+def let_operator_do(root: Path, steps: list[dict[str, Any]]) -> None:
+    """Give the operator's scripted provider other steps."""
+    path = root / FILE_NAME
+    document: Any = tomlkit.parse(path.read_text())
+    document["providers"]["scripted"]["steps"] = steps
+    path.write_text(tomlkit.dumps(document))
+
+
+def planned(org: Organization, title: str = "Close the shop") -> tuple[str, str]:
+    """An active outcome and a ready statement of work."""
+    outcome = org.create_outcome(title, "The till is counted.", [], "principal-human").id
+    org.activate(outcome, "principal-human")
+    return outcome, org.ready_sow(org.create_sow(outcome, "Count the till", "operator", "master-course").id).id
+
+
+def assigned(org: Organization) -> str:
+    """An assignment that nobody runs yet."""
+    return org.assign(planned(org)[1], "operator-course", "master-course").id
+
+
+def abandoned(root: Path) -> str:
+    """A RUNNING assignment whose worker died long ago."""
+    with closing(Organization(root, clock=ManualClock(LONG_AGO))) as org:
+        assignment, me = assigned(org), org.process_identity
+        lease = fencing.acquire_actor_lease(org.db, "operator-course", me)
+        fencing.acquire_execution_attempt(org.db, assignment, "operator-course", me, lease.fencing_token)
+    return assignment
+
+
+def everything_below(folder: Path) -> dict[str, str]:
+    """Each path and, for a file, the hash of its content."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+# --- help, and what it costs ------------------------------------------------------------------------------
+
+
+def verbs(group: Any = None, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every verb with its command, groups left out."""
+    for name, command in (group or typer.main.get_command(cli.application())).commands.items():
+        if hasattr(command, "commands"):
+            yield from verbs(command, f"{path}{name} ")
+        else:
+            yield path + name, command
+
+
+VERBS = dict(verbs())
+
+
+def test_the_verbs_are_those_that_were_promised():
+    top = "init doctor status inspect inbox send run cancel plan assign verify review accept heartbeat supervisor"
+    inner = [
+        "actor list",
+        "actor rebind",
+        "outcome new",
+        "outcome activate",
+        "ruling decide",
+        "demo store",
+        "demo crash",
+    ]
+    assert sorted(VERBS) == sorted([*top.split(), *inner])
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_every_verb_and_option_has_help_and_stands_in_the_reference(verb, call):
+    page = REFERENCE.read_text()
+    command = VERBS[verb]
+    assert command.help
+    arguments = [parameter.metavar for parameter in command.params if parameter.param_type_name == "argument"]
+    assert f"### `{' '.join([verb, *arguments])}`" in page
+    for parameter in command.params:
+        assert getattr(parameter, "help", None), parameter.name
+        assert all(f"`{option} " in page or f"`{option}`" in page for option in parameter.opts if option[0] == "-")
+    shown = call(*verb.split(), "--help")
+    assert (shown.code, shown.err) == (0, "")
+    assert verb in shown.out
+
+
+def test_every_verb_takes_root_and_json():
+    for verb, command in VERBS.items():
+        assert {"--root", "--json"} <= {option for parameter in command.params for option in parameter.opts}, verb
+
+
+def test_the_supervisor_is_told_apart_from_hosting(call):
+    told = " ".join(call("supervisor", "--help").out.split())
+    assert "This is the supervisor loop itself" in told
+    assert "hosting a service, and that is the operating system's" in told
+    assert "An actor's id is a name, not a credential" in " ".join(call().out.split())
+
+
+def test_help_starts_within_twenty_bare_interpreters():
+    def median_seconds(*command: str) -> float:
+        taken = []
+        for _ in range(10):
+            start = time.perf_counter()
+            subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken)
+
+    assert median_seconds(*COMMAND, "--help") <= 20 * median_seconds(sys.executable, "-c", "pass")
+
+
+def test_help_fits_eighty_columns_and_is_bare_in_a_pipe():
+    shown = ended(spawned("supervisor", "--help", env=os.environ | {"NO_COLOR": "1"}))
+    assert (shown.code, shown.err) == (0, "")
+    assert "\x1b" not in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 80
+
+
+# --- exit codes -------------------------------------------------------------------------------------------
+
+ENDS = [
+    (Refusal("no"), 1),
+    (AuthorityLost("no"), 1),
+    (AlreadyHeld("no"), 1),
+    (PolicyRefusal("no"), 1),
+    (cli.Misuse("no"), 2),
+    (ConfigurationFault("no"), 2),
+    (Contention("no"), 3),
+    (LedgerUnavailable("no"), 4),
+    (SchemaMismatch("no"), 4),
+    (ConstraintBroken("no"), 4),
+    (OSError("no"), 4),
+    (ProviderFault("no"), 5),
+    (ZeroDivisionError("no"), 70),
+    (KeyboardInterrupt(), 130),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), ENDS, ids=[type(error).__name__ for error, _ in ENDS])
+def test_each_end_of_a_verb_has_one_exit_code_and_no_traceback(error, code, call, monkeypatch):
+    def raises(_given: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_invoke", raises)
+    told = call("status")
+    assert (told.code, told.out) == (code, "")
+    assert "Traceback" not in told.err
+    assert call("status", "--json").error["exit_code"] == code
+
+
+def test_a_bug_is_one_line_that_says_where_and_a_traceback_only_for_who_asks(call, monkeypatch, root):
+    def breaks(*_: object) -> None:
+        raise ZeroDivisionError("by zero\x1b[31m")
+
+    monkeypatch.setattr(Organization, "inbox", breaks)
+    told = call("inbox", "operator-course", "--root", root)
+    assert (told.code, told.out) == (70, "")
+    assert re.fullmatch(
+        r"This is a bug of sovereign-agent, in sovereign_agent\.commands\.mail, line \d+: .*\n", told.err
+    )
+    assert "ZeroDivisionError: by zero\\x1b[31m" in told.err
+    monkeypatch.setenv("SOVEREIGN_DEBUG", "1")
+    assert "Traceback" in call("inbox", "operator-course", "--root", root).err
+
+
+def test_a_refusal_answers_four_questions(call, root, org):
+    outcome = org.create_outcome("Close", "Closed.", [], "principal-human").id
+    told = call("plan", outcome, "--scope", "Count", "--by", "master-course", "--root", root)
+    assert (told.code, told.out) == (1, "")
+    assert told.err.splitlines() == [
+        f"No work was planned for {outcome}.",
+        "  why    It is a DRAFT: nobody has let work towards it begin.",
+        f"  look   sovereign-agent inspect {outcome}",
+        f"  next   sovereign-agent outcome activate {outcome} --by ACTOR",
+    ]
+    assert outcomes.sows_of(org.db.connection, outcome) == []
+    org.activate(outcome, "principal-human")
+    assert call("plan", outcome, "--scope", "Count", "--by", "master-course", "--root", root).code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["frobnicate"], "No such command 'frobnicate'."),
+        (["run"], "Missing argument 'ASSIGNMENT'."),
+        (["status", "--jsn"], "No such option: --jsn"),
+        (["accept", "out_1"], "Missing option '--by'."),
+        (["heartbeat", "--stale-after", "soon"], "Invalid value for '--stale-after'"),
+        (["outcome"], "Missing command."),
+    ],
+)
+def test_what_cannot_be_understood_ends_with_two_and_says_where_help_is(arguments, sentence, call):
+    told = call(*arguments)
+    assert (told.code, told.out) == (2, "")
+    assert told.err.startswith(sentence)
+    assert re.search(r"^  next   sovereign-agent .*--help$", told.err, re.MULTILINE)
+    if arguments != ["status", "--jsn"]:
+        assert call(*arguments, "--json").error["category"] == "usage"
+
+
+def test_json_behind_a_double_dash_is_text(call, local_root):
+    sent = call("send", "principal-human", "nobody", "s", "--root", local_root, "--", "--json")
+    assert sent.code == 2
+    assert sent.err.startswith("No actor 'nobody' is declared.")
+
+
+# --- where the organization is ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", sorted({*VERBS} - {"init", "doctor", "demo crash", "demo store"}))
+def test_a_mistyped_root_creates_nothing_and_is_refused_with_the_reason(verb, call, tmp_path):
+    typed = tmp_path / "mistyped" / "org"
+    values = {"--scope": "s", "--desired": "d", "--decision": "d", "--by": "a", "--owner": "a"}
+    command = VERBS[verb]
+    needed = ["x" for parameter in command.params if parameter.param_type_name == "argument"]
+    for parameter in command.params:
+        if parameter.required and parameter.opts[0] in values:
+            needed += [parameter.opts[0], values[parameter.opts[0]]]
+    told = call(*verb.split(), *needed, "--root", typed)
+    assert (told.code, told.out) == (2, "")
+    assert told.err.startswith("sovereign.toml cannot be used: there is no such file.")
+    assert str(typed) in told.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_ledger_is_not_made_by_looking(call, local_root):
+    (local_root / LEDGER_NAME).unlink()
+    before = everything_below(local_root)
+    assert [call(*reader, "--root", local_root).code for reader in READERS] == [4] * len(READERS)
+    assert everything_below(local_root) == before
+
+
+def test_the_root_after_the_verb_wins_over_the_one_before_it_and_that_over_the_environment(call, tmp_path, monkeypatch):
+    for name in ("after", "before", "environment", "here"):
+        Organization.init(tmp_path / name).close()
+        toml = tmp_path / name / FILE_NAME
+        toml.write_text(toml.read_text().replace("My organization", name))
+    monkeypatch.chdir(tmp_path / "here")
+
+    def found(*arguments: str | Path) -> str:
+        return call(*arguments, "--json").document["organization"]
+
+    assert found("status") == "here"
+    monkeypatch.setenv("SOVEREIGN_ROOT", str(tmp_path / "environment"))
+    assert found("status") == "environment"
+    assert found("--root", tmp_path / "before", "status") == "before"
+    assert found("--root", tmp_path / "before", "status", "--root", tmp_path / "after") == "after"
+    assert found("status", "--root", ".") == "here"
+
+
+@pytest.mark.parametrize("reader", [*READERS, ["doctor"]], ids=" ".join)
+def test_reading_leaves_no_file_behind(reader, local_root):
+    with closing(Organization(local_root)) as org:
+        planned(org)
+    before = everything_below(local_root)
+    told = ended(spawned(*reader, "--root", local_root))
+    assert (told.code, told.err) == (0, "")
+    assert everything_below(local_root) == before
+
+
+def test_reading_beside_a_writer_sees_what_was_committed_and_leaves_its_files(local_root):
+    with closing(Organization(local_root)) as org:
+        outcome, _ = planned(org)
+        before = everything_below(local_root)
+        assert outcome in ended(spawned("status", "--root", local_root)).out
+        assert {*everything_below(local_root)} == {*before}
+        assert org.create_outcome("Another", "It can still write.", [], "principal-human")
+
+
+# --- init -------------------------------------------------------------------------------------------------
+
+
+def test_init_makes_an_organization_and_a_second_one_changes_nothing_and_says_so(location, call):
+    first = call("init", "--root", location.root, *ledger_option(location))
+    assert (first.code, first.err) == (0, "")
+    assert first.out.startswith(f"An organization was made at {location.root}.")
+    assert call("status", "--root", location.root).out == "My organization has no open outcome.\n"
+    before = everything_below(location.root)
+    second = ended(spawned("init", "--root", location.root, *ledger_option(location)))
+    assert (second.code, second.err) == (0, "")
+    assert second.out.startswith(f"Nothing was changed: there is an organization at {location.root}.")
+    assert everything_below(location.root) == before
+    assert call("init", "--root", location.root, "--json").document == {
+        "root": str(location.root),
+        "created": False,
+        "engine": location.engine,
+        "ledger": location.ledger,
+    }
+
+
+def test_init_does_not_move_an_organization_to_another_ledger(local_root, call):
+    before = everything_below(local_root)
+    told = call("init", "--root", local_root, "--ledger", "postgresql://elsewhere/ledger", "--json")
+    assert (told.code, told.error["category"]) == (1, "ledger_differs")
+    assert everything_below(local_root) == before
+
+
+def test_init_refuses_a_password_and_makes_no_settings(tmp_path, call):
+    told = call("init", "--root", tmp_path / "org", "--ledger", "postgresql://user:secret@host/db")
+    assert told.code == 2
+    assert "secret" not in told.err
+    assert not (tmp_path / "org" / FILE_NAME).exists()
+
+
+def test_init_completes_what_was_begun(local_root, call):
+    (local_root / LEDGER_NAME).unlink()
+    assert call("init", "--root", local_root, "--json").document["created"] is True
+    assert call("status", "--root", local_root).code == 0
+
+
+def test_of_eight_inits_at_once_all_are_done(make_location, call):
+    location = make_location(migrated=False)
+    starting = [spawned("init", "--root", location.root, *ledger_option(location)) for _ in range(8)]
+    told = [ended(process) for process in starting]
+    assert [(one.code, one.err) for one in told] == [(0, "")] * 8
+    checked = call("doctor", "--root", location.root, "--json")
+    assert (checked.code, checked.document["usable"]) == (0, True)
+
+
+# --- the life of work -------------------------------------------------------------------------------------
+
+
+def test_work_goes_from_wish_to_acceptance_and_each_answer_is_one_document(root, call):
+    def done(*arguments: str) -> Any:
+        told = call(*arguments, "--root", root, "--json")
+        assert (told.code, told.err) == (0, "")
+        return told.document
+
+    wish = ["--desired", "The till is counted.", "--owner", "principal-human", "--subject", "till 1"]
+    outcome = done("outcome", "new", "Close the shop", *wish)
+    assert (outcome["state"], outcome["subject"]) == ("DRAFT", "till 1")
+    assert done("outcome", "activate", outcome["id"], "--by", "principal-human")["state"] == "ACTIVE"
+    sow = done("plan", outcome["id"], "--scope", "Count the till", "--by", "master-course")
+    assert (sow["state"], sow["role"]) == ("READY", "operator")
+    assignment = done("assign", sow["id"], "operator-course", "--by", "master-course", "--workspace", "persistent")
+    assert (assignment["state"], assignment["workspace_policy"]) == ("CREATED", "persistent")
+    receipt = done("run", assignment["id"])
+    assert (receipt["status"], receipt["assignment_id"]) == ("completed", assignment["id"])
+    assert done("verify", sow["id"], "--by", "verifier-course")["passed"] is True
+    assert done("review", sow["id"], "--by", "sparring-course", "--note", "fine")["state"] == "APPROVED"
+    assert done("verify", outcome["id"], "--by", "verifier-course")["passed"] is True
+    shown = done("status")["outcomes"][0]
+    assert (shown["outcome"]["state"], shown["sows"][0]["assignments"][0]["state"]) == ("READY", "COMPLETED")
+    assert done("accept", outcome["id"], "--by", "principal-human")["state"] == "ACCEPTED"
+    assert done("status")["outcomes"] == []
+    told = done("inspect", sow["id"])
+    assert [review["note"] for review in told["reviews"]] == ["fine"]
+    assert [attempt["id"] for attempt in told["attempts"]] == [receipt["attempt_id"]]
+
+
+def test_each_answer_says_what_to_type_next_and_that_works(root, call):
+    """Follow the `next` line of each answer, with its words in capitals filled in, from the wish to the acceptance."""
+    who = {"plan": "master-course", "verify": "verifier-course", "review": "sparring-course"}
+    told = call("outcome", "new", "Close", "--desired", "Closed.", "--owner", "principal-human", "--root", root)
+    typed = ["outcome new"]
+    while following := re.search(r"^  next +sovereign-agent (.+)$", told.out, re.MULTILINE):
+        line = following[1].replace("TEXT", "text").replace(" ACTOR --by", " operator-course --by")
+        verb = line.split()[0]
+        told = call(*line.replace("--by ACTOR", f"--by {who.get(verb, 'principal-human')}").split(), "--root", root)
+        assert told.code == 0, told
+        typed.append(verb)
+    assert typed == ["outcome new", "outcome", "plan", "assign", "run", "verify", "review", "accept"]
+    assert re.fullmatch(r"Outcome out_\w+ is ACCEPTED\.\n", told.out)
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"), [(FAILS, "is failed (nonzero_exit)."), (BLOCKED, "is blocked.")], ids=["failed", "blocked"]
+)
+def test_a_run_that_does_not_complete_ends_with_one_and_says_so(steps, told, root, call):
+    let_operator_do(root, steps)
+    with closing(Organization(root)) as org:
+        assignment = assigned(org)
+    ran = call("run", assignment, "--root", root)
+    assert (ran.code, ran.err) == (1, "")
+    assert ran.out.startswith(f"Assignment {assignment} {told}")
+    assert ("asks    Which till?" in ran.out) == (steps is BLOCKED)
+
+
+def test_a_ruling_lets_blocked_work_go_on(root, call):
+    let_operator_do(root, BLOCKED)
+    with closing(Organization(root)) as org:
+        assignment = assigned(org)
+        sow = outcomes.get_assignment(org.db.connection, assignment).sow_id
+    assert call("run", assignment, "--root", root, "--json").document["status"] == "blocked"
+    ruled = call("ruling", "decide", sow, "--decision", "The left one.", "--by", "principal-human", "--root", root)
+    assert ruled.code == 0
+    assert "The left one." in call("inspect", sow, "--root", root).out
+
+
+def test_a_canceled_assignment_does_not_run(root, org, call):
+    assignment = assigned(org)
+    canceled = call("cancel", assignment, "--by", "master-course", "--root", root, "--json")
+    assert canceled.document["state"] == "CANCELED"
+    assert call("run", assignment, "--root", root, "--json").error["category"] == "illegal_move"
+
+
+def test_work_whose_files_changed_does_not_hold(root, call):
+    let_operator_do(root, HANDS_OVER)
+    with closing(Organization(root)) as org:
+        assignment = assigned(org)
+        sow = outcomes.get_assignment(org.db.connection, assignment).sow_id
+    ran = call("run", assignment, "--root", root, "--json").document
+    (workspace.locate(root, ran["attempt_id"]).out / "till.txt").write_text("999.99")
+    told = call("verify", sow, "--by", "verifier-course", "--root", root)
+    assert told.code == 1
+    assert told.out.startswith(f"{sow} does not hold.")
+    assert "till.txt" in told.out
+
+
+def test_rejected_work_says_how_it_goes_on(root, org, call):
+    assignment = assigned(org)
+    sow = outcomes.get_assignment(org.db.connection, assignment).sow_id
+    assert call("run", assignment, "--root", root).code == 0
+    assert call("verify", sow, "--by", "verifier-course", "--root", root).code == 0
+    told = call("review", sow, "--by", "sparring-course", "--reject", "--root", root)
+    assert (told.code, told.out.splitlines()[0]) == (0, f"Statement of work {sow} is REJECTED.")
+    assert f"sovereign-agent assign {sow} ACTOR" in told.out
+
+
+def test_the_default_workspace_policy_is_the_houses():
+    assert VERBS["assign"].params[3].default == workspace.POLICIES[0]
+
+
+def test_a_message_arrives(root, call):
+    sent = call("send", "principal-human", "operator-course", "Hello", "two\nlines", "--root", root, "--json").document
+    [found] = call("inbox", "operator-course", "--root", root, "--json").document["messages"]
+    assert found == sent
+    assert "body   two\\nlines" in call("inbox", "operator-course", "--root", root).out
+    assert call("inbox", "master-course", "--root", root).out == "master-course has no message to claim.\n"
+
+
+def test_actors_are_listed_with_the_lease_that_each_is_under(root, org, call):
+    def lease() -> Any:
+        listed = call("actor", "list", "--root", root, "--json").document["actors"]
+        return next(actor["lease"] for actor in listed if actor["id"] == "operator-course")
+
+    assert lease() is None
+    held = fencing.acquire_actor_lease(org.db, "operator-course", org.process_identity)
+    assert lease() == {
+        "process_identity": org.process_identity,
+        "fencing_token": held.fencing_token,
+        "expires_at": held.expires_at.isoformat(),
+        "run_out": False,
+    }
+    assert (
+        f"hosted by {org.process_identity}, token {held.fencing_token}, until"
+        in call("actor", "list", "--root", root).out
+    )
+    fencing.renew_actor_lease(
+        org.db, "operator-course", org.process_identity, held.fencing_token, ttl=timedelta(microseconds=1)
+    )
+    assert lease()["run_out"] is True
+    assert "run out at" in call("actor", "list", "--root", root).out
+
+
+def test_an_actor_is_bound_to_another_provider_and_comments_stay(root, call):
+    before = (root / FILE_NAME).read_text()
+    rebound = call("actor", "rebind", "master-course", "scripted", "--by", "principal-human", "--root", root)
+    assert rebound.code == 0
+    after = (root / FILE_NAME).read_text()
+    changed = [pair for pair in zip(before.splitlines(), after.splitlines(), strict=True) if pair[0] != pair[1]]
+    assert changed == [('provider = "none"', 'provider = "scripted"')]
+    refused = call("actor", "rebind", "master-course", "none", "--by", "operator-course", "--root", root, "--json")
+    assert (refused.code, refused.error["category"]) == (1, "authority_refusal")
+    assert (root / FILE_NAME).read_text() == after
+
+
+def test_a_beat_is_written_and_judged(root, call):
+    assert call("heartbeat", "--status", "--root", root).out == "NO_BEATS\n"
+    assert call("heartbeat", "--source", "hook", "--root", root).code == 0
+    judged = call("heartbeat", "--status", "--root", root, "--json").document
+    assert (judged["verdict"], judged["source"]) == ("ALIVE", "hook")
+    stale = call("heartbeat", "--status", "--stale-after", "0", "--root", root, "--json")
+    assert (stale.code, stale.document["verdict"]) == (0, "STALE")
+
+
+# --- inspect ----------------------------------------------------------------------------------------------
+
+
+def test_any_record_is_found_by_the_beginning_of_its_id(root, org, call):
+    assignment = assigned(org)
+    ran = call("run", assignment, "--root", root, "--json").document
+    message = org.send("principal-human", "operator-course", "Hello", "there").id
+    sow = outcomes.get_assignment(org.db.connection, assignment).sow_id
+    outcome = outcomes.get_sow(org.db.connection, sow).outcome_id
+    for record in (outcome, sow, assignment, ran["attempt_id"], ran["id"], message):
+        for beginning in (record, record[:12], record[:4]):
+            told = call("inspect", beginning, "--root", root, "--json").document
+            assert (told["id"], told["record"]["id"]) == (record, record)
+            assert told["events"]
+        assert call("inspect", record, "--root", root).out.startswith(record)
+    told = call("inspect", assignment, "--root", root, "--json").document
+    assert [event["kind"] for event in told["events"]][-1] == "assignment.finished"
+    assert [receipt["id"] for receipt in told["receipts"]] == [ran["id"]]
+
+
+def test_a_beginning_of_several_ids_names_them_and_picks_none(root, org, call):
+    first, second = sorted(org.create_outcome("t", "d", [], "principal-human").id for _ in range(2))
+    told = call("inspect", "out_", "--root", root, "--json")
+    assert (told.code, told.error["category"]) == (1, "ambiguous_id")
+    assert told.error["why"] == f"There are {first}, {second}."
+    assert call("inspect", first, "--root", root).code == 0
+
+
+@pytest.mark.parametrize("unknown", ["out_0", "att_", "xyz", "", "out_%", "OUT_", "out_' OR 1=1 --", "rul_1"])
+def test_an_id_of_nothing_is_refused(unknown, root, org, call):
+    org.create_outcome("t", "d", [], "principal-human")
+    told = call("inspect", unknown if unknown != "out_0" else "out_" + "0" * 31, "--root", root, "--json")
+    assert (told.code, told.error["category"]) == (1, "unknown_id")
+
+
+def test_a_running_assignment_shows_the_attempt_that_holds_it(root, call):
+    assignment = abandoned(root)
+    told = call("inspect", assignment, "--root", root, "--json").document
+    assert [attempt["status"] for attempt in told["attempts"]] == ["ACTIVE"]
+    assert told["receipts"] == []
+
+
+# --- text from outside ------------------------------------------------------------------------------------
+
+HOSTILE = "[red]x[/red] \x1b[31m\x1b]0;title\x07 \u202e\r\nACCEPTED \x9b2J :smile: \\ caf\u00e9"
+SHOWN = "[red]x[/red] \\x1b[31m\\x1b]0;title\\x07 \\u202e\\r\\nACCEPTED \\x9b2J :smile: \\ caf\u00e9"
+
+
+def test_text_from_outside_is_shown_and_never_obeyed(root, org, call):
+    outcome, sow = planned(org, HOSTILE)
+    org.send("principal-human", "operator-course", HOSTILE, HOSTILE)
+    for verb in (["status"], ["inspect", outcome], ["inbox", "operator-course"]):
+        told = call(*verb, "--root", root)
+        assert SHOWN in told.out
+        assert all(character.isprintable() for character in told.out.replace("\n", ""))
+    assert call("status", "--root", root, "--json").document["outcomes"][0]["outcome"]["title"] == HOSTILE
+    assert call("review", sow + "\x1b[31m", "--by", "sparring-course", "--root", root).err.isascii()
+
+
+@pytest.mark.parametrize(
+    "locale",
+    [{"LC_ALL": "C"}, {"LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "ascii"}],
+    ids=["C", "C without UTF-8", "ascii"],
+)
+def test_any_locale_can_carry_the_answer(locale, local_root):
+    with closing(Organization(local_root)) as org:
+        planned(org, "caf\u00e9 \U0001f600 \x1b")
+    bare = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHONIO"))}
+    told = subprocess.run(
+        [*COMMAND, "status", "--root", local_root],
+        env=bare | locale,
+        capture_output=True,
+        check=True,
+        timeout=WITHIN_SECONDS,
+    )
+    assert told.stderr == b""
+    assert b"\x1b" not in told.stdout
+    assert "caf\u00e9" in told.stdout.decode() or b"caf\\xe9 \\U0001f600" in told.stdout
+    helped = ended(spawned("--help", env=bare | locale, encoding="utf-8"))
+    assert (helped.code, helped.err) == (0, "")
+
+
+def test_a_reader_who_has_gone_is_no_error(local_root):
+    reading, writing = os.pipe()
+    process = spawned("status", "--root", local_root, stdout=writing)
+    os.close(reading)
+    os.close(writing)
+    told = ended(process)
+    assert (told.code, told.err) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_answer_that_cannot_be_written_is_not_called_done(local_root):
+    with Path("/dev/full").open("w") as full:
+        told = ended(spawned("status", "--root", local_root, stdout=full))
+    assert told.code == 4
+    assert told.err == "The operating system refused: [Errno 28] No space left on device.\n"
+
+
+# --- signals ----------------------------------------------------------------------------------------------
+
+
+def catches(process: subprocess.Popen[str], number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal in place, as Linux tells it."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1)
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to see a handler being set")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_is_recorded_and_ends_without_a_traceback(number, root, call):
+    let_operator_do(root, SLEEPS)
+    with closing(Organization(root)) as org:
+        assignment = assigned(org)
+        process = spawned("run", assignment, "--root", root, "--json")
+        eventually(lambda: outcomes.get_assignment(org.db.connection, assignment).state is AssignmentState.RUNNING)
+        process.send_signal(number)
+        told = ended(process)
+        [receipt] = journal.receipts_of(org.db.connection, assignment)
+    assert told.code == 130
+    assert told.error["category"] == "interrupted"
+    assert (receipt.status, receipt.failure_category) == (ReceiptStatus.FAILED, "interrupted")
+    let_operator_do(root, OK)
+    sow = call("inspect", assignment, "--root", root, "--json").document["record"]["sow_id"]
+    again = call("assign", sow, "operator-course", "--by", "master-course", "--root", root, "--json").document
+    assert call("run", again["id"], "--root", root).code == 0
+
+
+@on_linux
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("later_seconds", [0.0, 0.05, 0.15, 0.3, 1.0])
+def test_a_signal_ends_the_supervisor_at_once_from_its_first_moments_on(number, later_seconds, local_root):
+    process = spawned("supervisor", "--root", local_root)
+    eventually(lambda: catches(process, signal.SIGTERM), every=0.001)
+    time.sleep(later_seconds)
+    sent = time.monotonic()
+    process.send_signal(number)
+    told = ended(process)
+    assert (told.code, told.out, told.err) == (0, "", "")
+    assert time.monotonic() - sent < 2
+
+
+def test_a_word_like_supervisor_elsewhere_gets_no_such_handler():
+    assert cli._verb(["--root", "supervisor", "send", "a"]) == "send"
+    assert cli._verb(["send", "a", "b", "supervisor"]) == "send"
+    assert cli._verb(["--root", "x", "supervisor", "--once"]) == "supervisor"
+    assert cli._verb(["--root=x", "supervisor"]) == "supervisor"
+    assert cli._verb(["--version"]) == ""
+
+
+# --- the supervisor's lines -------------------------------------------------------------------------------
+
+
+def test_one_tick_tells_what_it_recovered_and_the_next_has_nothing_to_do(root, call):
+    assignment = abandoned(root)
+    first = call("supervisor", "--once", "--root", root)
+    assert (first.code, first.err) == (0, "")
+    assert first.out == f"recovered: {assignment}; leases run out: operator-course\n"
+    second = call("supervisor", "--once", "--root", root, "--json")
+    assert second.document["recovered_assignments"] == []
+    assert call("inspect", assignment, "--root", root, "--json").document["record"]["state"] == "FAILED"
+
+
+def test_the_loop_prints_an_object_for_each_tick_and_a_line_only_for_news(root):
+    objects, lines = (spawned("supervisor", "--root", root, *form) for form in (["--json"], []))
+    assert json.loads(objects.stdout.readline())["recovered_assignments"] == []
+    assert json.loads(objects.stdout.readline())["recovered_assignments"] == []
+    objects.terminate()
+    assert ended(objects).code == 0
+    assignment = abandoned(root)
+    assert lines.stdout.readline() == f"recovered: {assignment}; leases run out: operator-course\n"
+    time.sleep(2.5)
+    lines.terminate()
+    assert ended(lines).out in ("", "leases run out: operator-course\n")
+
+
+# --- what a person sees while waiting ---------------------------------------------------------------------
+
+
+def test_a_terminal_shows_the_attempt_and_the_time_on_stderr_and_a_pipe_nothing(local_root):
+    let_operator_do(local_root, TAKES_A_MOMENT)
+    ours, theirs = pty.openpty()
+    with closing(Organization(local_root)) as org:
+        seen, unseen = assigned(org), assigned(org)
+    process = spawned("run", seen, "--root", local_root, "--json", stderr=theirs, env=os.environ | {"TERM": "xterm"})
+    os.close(theirs)
+    out, _ = process.communicate(timeout=WITHIN_SECONDS)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(ours, 65536)
+        except OSError:  # how Linux says that the other end is closed
+            break
+        if not chunk:
+            break
+        shown += chunk
+    os.close(ours)
+    receipt = json.loads(out)
+    assert (process.returncode, receipt["status"]) == (0, "completed")
+    assert receipt["attempt_id"].encode() in shown
+    assert b"0:00:00" in shown
+    assert ended(spawned("run", unseen, "--root", local_root)).err == ""
+
+
+# --- doctor -----------------------------------------------------------------------------------------------
+
+
+def findings(told: Ended) -> dict[str, dict[str, str]]:
+    return {finding["subject"]: finding for finding in told.document["findings"]}
+
+
+def test_all_is_well(root, location, call):
+    told = call("doctor", "--root", root)
+    assert (told.code, told.err) == (0, "")
+    assert {line.split()[0] for line in told.out.splitlines()} == {"ok"}
+    found = findings(call("doctor", "--root", root, "--json"))
+    assert {"python", "sqlite", "settings", "provider", "ledger", "leases", "attempts", "workspaces", "clock"} <= {
+        *found
+    }
+    assert location.engine in found["ledger"]["found"]
+    assert location.ledger in found["ledger"]["found"]
+    assert ("wal" in found, "file system" in found) == ((location.engine == "sqlite"),) * 2
+
+
+def test_settings_that_cannot_be_used_end_with_two_and_the_mend(local_root, call):
+    toml = local_root / FILE_NAME
+    toml.write_text(toml.read_text().replace("actor_lease_seconds", "actor_leese_seconds"))
+    told = call("doctor", "--root", local_root, "--json")
+    assert (told.code, told.document["usable"]) == (2, False)
+    assert findings(told)["settings"]["verdict"] == "fail"
+    assert findings(told)["settings"]["mend"] == "remove it, or correct its spelling"
+    assert call("doctor", "--root", local_root / "nowhere").code == 2
+
+
+def _without_ledger(path: Path) -> None:
+    path.unlink()
+
+
+def _with_garbage(path: Path) -> None:
+    path.write_bytes(b"not a ledger " * 1000)
+
+
+def _with_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("harm", [_without_ledger, _with_garbage, _with_a_folder, _emptied])
+def test_a_ledger_that_cannot_be_used_ends_with_four_and_is_reported(harm, local_root, call):
+    harm(local_root / LEDGER_NAME)
+    before = everything_below(local_root)
+    told = call("doctor", "--root", local_root, "--json")
+    assert told.code == 4
+    assert findings(told)["ledger"]["verdict"] == "fail"
+    assert findings(told)["settings"]["verdict"] == "ok"
+    assert everything_below(local_root) == before
+
+
+def test_a_server_that_cannot_be_reached_ends_with_four(local_root, call):
+    toml = local_root / FILE_NAME
+    toml.write_text(toml.read_text().replace('url = ""', 'url = "postgresql://nobody@127.0.0.1:1/none"'))
+    told = call("doctor", "--root", local_root, "--json")
+    assert (told.code, findings(told)["ledger"]["verdict"]) == (4, "fail")
+
+
+def test_what_waits_for_recovery_is_a_warning_until_it_is_recovered(root, call):
+    abandoned(root)
+    before = call("doctor", "--root", root, "--json")
+    assert (before.code, findings(before)["attempts"]["verdict"]) == (0, "warn")
+    assert findings(before)["attempts"]["mend"] == "sovereign-agent supervisor --once"
+    assert findings(before)["leases"]["found"] == "1, 1 of them run out"
+    assert call("supervisor", "--once", "--root", root).code == 0
+    assert findings(call("doctor", "--root", root, "--json"))["attempts"]["verdict"] == "ok"
+
+
+def test_a_folder_that_nobody_has_dealt_with_is_a_warning(root, call, monkeypatch):
+    monkeypatch.setattr(workspace, "reclaim_workspace", lambda *_: workspace.Reclaim("partial", ("stuck",)))
+    with closing(Organization(root)) as org:
+        assert call("run", assigned(org), "--root", root).code == 0
+    assert findings(call("doctor", "--root", root, "--json"))["workspaces"]["verdict"] == "warn"
+    monkeypatch.undo()
+    assert call("supervisor", "--once", "--root", root).code == 0
+    assert findings(call("doctor", "--root", root, "--json"))["workspaces"]["verdict"] == "ok"
+
+
+def test_authority_that_lasts_too_long_gives_a_clock_away_that_went_back(root, org, call):
+    message = org.send("principal-human", "operator-course", "Hello", "there").id
+    relay.claim(org.db, message, "operator-course")
+    fencing.acquire_actor_lease(org.db, "operator-course", org.process_identity)
+    assert findings(call("doctor", "--root", root, "--json"))["clock"]["verdict"] == "ok"
+    ahead = ManualClock(org.db.now() + timedelta(hours=3))
+    lease = fencing.acquire_actor_lease(org.db, "master-course", org.process_identity, clock=ahead)
+    second = org.send("principal-human", "operator-course", "Hello", "again").id
+    relay.claim(org.db, second, "operator-course", clock=ahead)
+    told = call("doctor", "--root", root, "--json")
+    assert (told.code, findings(told)["clock"]["verdict"]) == (0, "warn")
+    assert "2 held implausibly far ahead" in findings(told)["clock"]["found"]
+    assert f"master-course until {lease.expires_at:%F %T} UTC" in findings(told)["clock"]["found"]
+    assert second in findings(told)["clock"]["found"]
+
+
+def test_a_large_wal_is_a_warning(local_root, call, monkeypatch):
+    with closing(Organization(local_root)) as org:
+        planned(org)
+        assert findings(call("doctor", "--root", local_root, "--json"))["wal"]["verdict"] == "ok"
+        monkeypatch.setattr(checkup, "WAL_WARNING_BYTES", 1000)
+        assert findings(call("doctor", "--root", local_root, "--json"))["wal"]["verdict"] == "warn"
+
+
+@pytest.mark.parametrize(
+    ("program", "verdict"),
+    [("python3", "ok"), ("../../../worker.sh", "ok"), ("no-such-program", "warn"), ("./worker.sh", "warn")],
+)
+def test_a_providers_program_is_looked_for_where_a_run_would(program, verdict, local_root, call):
+    (local_root / "worker.sh").write_text("#!/bin/sh\n")
+    (local_root / "worker.sh").chmod(0o755)
+    toml = local_root / FILE_NAME
+    told = f'\n[providers.mine]\nkind = "command"\nargv = ["{program}"]\n\n[checks]'
+    toml.write_text(toml.read_text().replace("\n[checks]", told))
+    checked = call("doctor", "--root", local_root, "--json")
+    found = [one for one in checked.document["findings"] if one["found"].startswith("mine:")]
+    assert (checked.code, [one["verdict"] for one in found]) == (0, [verdict])
+
+
+# --- demo -------------------------------------------------------------------------------------------------
+
+
+def test_the_store_is_whichever_an_installed_package_offers(call, tmp_path, monkeypatch):
+    asked: list[Any] = []
+
+    class Offered:
+        @staticmethod
+        def load() -> Callable[..., int]:
+            def main(root: Path, mode: str, json: bool) -> int:  # noqa: FBT001 - as the entry point is called
+                asked.append((root, mode, json))
+                return 7
+
+            return main
+
+    offers: dict[tuple[str, str], list[Any]] = {("sovereign_agent.demos", "store"): [Offered]}
+    monkeypatch.setattr(metadata, "entry_points", lambda *, group, name: offers.get((group, name), []))
+    assert call("demo", "store", "--mode", "simulated", "--root", tmp_path, "--json").code == 7
+    assert asked == [(tmp_path, "simulated", True)]
+    offers.clear()
+    refused = call("demo", "store", "--root", tmp_path, "--json")
+    assert (refused.code, refused.error["category"]) == (1, "demo_missing")
+
+
+def test_the_crash_demo_gets_its_own_root_and_never_the_users(call, tmp_path, monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr(crash, "main", lambda **given: asked.append(given) or 0)
+    monkeypatch.setenv("SOVEREIGN_ROOT", str(tmp_path))
+    assert call("demo", "crash", "--json").code == 0
+    assert call("demo", "crash", "--ledger", "postgresql://h/d", "--root", tmp_path / "kept").code == 0
+    assert asked == [
+        {"json": True, "ledger": "", "root": None},
+        {"json": False, "ledger": "postgresql://h/d", "root": tmp_path / "kept"},
+    ]
+
+
+# --- the front door ---------------------------------------------------------------------------------------
+
+
+def test_importing_the_package_costs_nothing_and_each_name_is_there_when_asked_for():
+    look = (
+        "import sys, sovereign_agent; print([m for m in sys.modules if m.startswith(('pydantic', 'sovereign_agent.'))])"
+    )
+    assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert len(sovereign_agent.__all__) <= 30
+    assert all(getattr(sovereign_agent, name) for name in sovereign_agent.__all__)
+    assert sovereign_agent.Organization is Organization
+    with pytest.raises(AttributeError, match="no attribute 'fencing_token'"):
+        sovereign_agent.fencing_token  # noqa: B018
+
+
+def test_the_version_is_the_one_that_is_built(call):
+    project = tomllib.loads((REFERENCE.parent.parent.parent / "pyproject.toml").read_text())
+    assert sovereign_agent.__version__ == project["project"]["version"]
+    assert call("--version").out == f"sovereign-agent {sovereign_agent.__version__}\n"
