@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import tomlkit
@@ -244,7 +245,7 @@ def ledger_facts(db: Database, assignment_id: str) -> dict[str, Any]:
 
 def rows(db: Database, table: str) -> list[dict[str, Any]]:
     """Everything in a table, to show that nothing of it changed."""
-    return sorted((dict(row) for row in db.connection.execute(f"SELECT * FROM {table}")), key=str)  # noqa: S608
+    return sorted((dict(row) for row in db.connection.execute(f"SELECT * FROM {table}")), key=str)
 
 
 def without_checks(db: Database, table: str) -> None:
@@ -394,3 +395,52 @@ def in_a_fresh_process(act: Callable[..., Any], *args: Any) -> Any:
 
 def _without_number(_: int, act: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return act(*args)
+
+
+BUMP = "UPDATE lease_tokens SET value = value + 1"
+
+
+def bump(db: Database) -> None:
+    """Write something, in a transaction with the ledger lock."""
+    with db.immediate() as connection:
+        connection.execute(BUMP)
+
+
+def counter(db: Database) -> int:
+    """Where `bump` has brought it."""
+    return int(db.connection.execute("SELECT value FROM lease_tokens").rows[0][0])
+
+
+def holding(pipe: Any, location: Any) -> None:
+    """For `child`: bump in a transaction that stays open until we are told to go on; then stay alive."""
+    db = location.open()
+    with db.immediate() as connection:
+        connection.execute(BUMP)
+        pipe.send("holding")
+        pipe.recv()
+    pipe.send("committed")
+    pipe.recv()
+
+
+def bump_impatiently(_: int, location: Any) -> str:
+    """For `at_one_barrier`: what a neighbour hears that does not wait."""
+    db = location.open(patience=timedelta(milliseconds=200))
+    try:
+        return answer(bump, db)
+    finally:
+        db.close()
+
+
+def traces(folder: Path) -> dict[str, tuple[object, ...]]:
+    """Every name below a folder, itself included, with all that ``find -newer`` and a checksum would tell.
+
+    Looked at in another process: to close a ledger file that this one has open would drop its locks.
+    """
+    return in_a_fresh_process(_traces, folder)
+
+
+def _traces(folder: Path) -> dict[str, tuple[object, ...]]:
+    return {
+        str(each): (each.stat().st_mtime_ns, each.stat().st_size, each.is_file() and each.read_bytes())
+        for each in [folder, *folder.rglob("*")]
+    }

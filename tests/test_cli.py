@@ -65,7 +65,7 @@ HANDS_OVER = [
 ]
 BLOCKED = [{"report": {"status": "blocked", "summary": "Stuck.", "question": "Which till?"}}]
 FAILS = [{"exit": 3}]
-SLEEPS = [{"sleep": 60}]
+SLEEPS = [{"touch": "asleep"}, {"sleep": 60}]
 TAKES_A_MOMENT = [{"sleep": 0.8}, *OK]
 
 
@@ -245,15 +245,15 @@ def test_the_supervisor_is_told_apart_from_hosting(call):
 
 
 def test_help_starts_within_twenty_bare_interpreters():
-    def median_seconds(*command: str) -> float:
-        taken = []
-        for _ in range(10):
-            start = time.perf_counter()
-            subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-            taken.append(time.perf_counter() - start)
-        return statistics.median(taken)
+    def seconds(*command: str) -> float:
+        start = time.perf_counter()
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+        return time.perf_counter() - start
 
-    assert median_seconds(*COMMAND, "--help") <= 20 * median_seconds(sys.executable, "-c", "pass")
+    # In turns, so that both meet the same machine.
+    taken = [(seconds(*COMMAND, "--help"), seconds(sys.executable, "-c", "pass")) for _ in range(10)]
+    help_seconds, bare_seconds = map(statistics.median, zip(*taken, strict=True))
+    assert help_seconds <= 20 * bare_seconds
 
 
 def test_help_fits_eighty_columns_and_is_bare_in_a_pipe():
@@ -405,6 +405,22 @@ def test_reading_leaves_no_file_behind(reader, local_root):
     assert everything_below(local_root) == before
 
 
+@pytest.mark.parametrize(("verb", "read_only"), [*((reader, True) for reader in READERS), (["heartbeat"], False)])
+def test_whoever_only_reads_opens_for_reading_only(verb, read_only, local_root, call, monkeypatch):
+    opened = []
+    original = Organization.__init__
+
+    def noting(self: Organization, root: Path, **options: Any) -> None:
+        opened.append(options.get("read_only", False))
+        original(self, root, **options)
+
+    with closing(Organization(local_root)) as org:
+        planned(org)
+    monkeypatch.setattr(Organization, "__init__", noting)
+    assert call(*verb, "--root", local_root).code == 0
+    assert opened == [read_only]
+
+
 def test_reading_beside_a_writer_sees_what_was_committed_and_leaves_its_files(local_root):
     with closing(Organization(local_root)) as org:
         outcome, _ = planned(org)
@@ -420,7 +436,7 @@ def test_reading_beside_a_writer_sees_what_was_committed_and_leaves_its_files(lo
 def test_init_makes_an_organization_and_a_second_one_changes_nothing_and_says_so(location, call):
     first = call("init", "--root", location.root, *ledger_option(location))
     assert (first.code, first.err) == (0, "")
-    assert first.out.startswith(f"An organization was made at {location.root}.")
+    assert first.out.startswith(f"An organization is ready at {location.root}.")
     assert call("status", "--root", location.root).out == "My organization has no open outcome.\n"
     before = everything_below(location.root)
     second = ended(spawned("init", "--root", location.root, *ledger_option(location)))
@@ -429,7 +445,7 @@ def test_init_makes_an_organization_and_a_second_one_changes_nothing_and_says_so
     assert everything_below(location.root) == before
     assert call("init", "--root", location.root, "--json").document == {
         "root": str(location.root),
-        "created": False,
+        "changed": False,
         "engine": location.engine,
         "ledger": location.ledger,
     }
@@ -451,7 +467,7 @@ def test_init_refuses_a_password_and_makes_no_settings(tmp_path, call):
 
 def test_init_completes_what_was_begun(local_root, call):
     (local_root / LEDGER_NAME).unlink()
-    assert call("init", "--root", local_root, "--json").document["created"] is True
+    assert call("init", "--root", local_root, "--json").document["changed"] is True
     assert call("status", "--root", local_root).code == 0
 
 
@@ -738,10 +754,11 @@ def test_an_interrupted_run_is_recorded_and_ends_without_a_traceback(number, roo
     with closing(Organization(root)) as org:
         assignment = assigned(org)
         process = spawned("run", assignment, "--root", root, "--json")
-        eventually(lambda: outcomes.get_assignment(org.db.connection, assignment).state is AssignmentState.RUNNING)
+        eventually(lambda: [*root.glob(".sovereign/runs/*/asleep")])
         process.send_signal(number)
         told = ended(process)
         [receipt] = journal.receipts_of(org.db.connection, assignment)
+        assert outcomes.get_assignment(org.db.connection, assignment).state is AssignmentState.FAILED
     assert told.code == 130
     assert told.error["category"] == "interrupted"
     assert (receipt.status, receipt.failure_category) == (ReceiptStatus.FAILED, "interrupted")
@@ -765,6 +782,23 @@ def test_a_signal_ends_the_supervisor_at_once_from_its_first_moments_on(number, 
     assert time.monotonic() - sent < 2
 
 
+@pytest.mark.parametrize(("verb", "expected"), [("supervisor", "True False"), ("status", "False False")])
+def test_the_supervisors_handlers_stand_before_anything_is_imported(verb, expected):
+    look = f"""
+import signal, sys
+from sovereign_agent import cli
+def attempt(given):
+    ours = {{signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}} == {{cli._end_at_once}}
+    print(ours, "typer" in sys.modules)
+    return 0
+cli._attempt = attempt
+sys.argv = ["sovereign-agent", "{verb}"]
+cli.main()
+"""
+    told = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert (told.stdout.strip(), told.stderr) == (expected, "")
+
+
 def test_a_word_like_supervisor_elsewhere_gets_no_such_handler():
     assert cli._verb(["--root", "supervisor", "send", "a"]) == "send"
     assert cli._verb(["send", "a", "b", "supervisor"]) == "send"
@@ -786,13 +820,13 @@ def test_one_tick_tells_what_it_recovered_and_the_next_has_nothing_to_do(root, c
     assert call("inspect", assignment, "--root", root, "--json").document["record"]["state"] == "FAILED"
 
 
-def test_the_loop_prints_an_object_for_each_tick_and_a_line_only_for_news(root):
-    objects, lines = (spawned("supervisor", "--root", root, *form) for form in (["--json"], []))
+def test_the_loop_prints_an_object_for_each_tick_and_a_line_only_for_news(local_root):
+    objects, lines = (spawned("supervisor", "--root", local_root, *form) for form in (["--json"], []))
     assert json.loads(objects.stdout.readline())["recovered_assignments"] == []
     assert json.loads(objects.stdout.readline())["recovered_assignments"] == []
     objects.terminate()
     assert ended(objects).code == 0
-    assignment = abandoned(root)
+    assignment = abandoned(local_root)
     assert lines.stdout.readline() == f"recovered: {assignment}; leases run out: operator-course\n"
     time.sleep(2.5)
     lines.terminate()

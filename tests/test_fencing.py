@@ -6,6 +6,7 @@ Each promise is tried on both engines. `test_concurrency` holds the races betwee
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,7 +24,10 @@ from support import (
     ACTOR,
     answer,
     attempt_on,
+    configure,
     finish,
+    governed_work,
+    in_a_fresh_process,
     in_a_session,
     ledger_facts,
     new_assignment,
@@ -33,14 +37,18 @@ from support import (
     run_of,
     until_blocked,
     without_checks,
+    works,
 )
 
-from sovereign_agent import fencing, journal, outcomes, relay
+from sovereign_agent import cli, fencing, journal, organization, outcomes, relay, workspace
 from sovereign_agent.clock import LAST_MICROS, ManualClock, micros
 from sovereign_agent.database import LEDGER_NAME, Database
 from sovereign_agent.errors import AlreadyHeld, AuthorityLost, ConstraintBroken, LedgerUnavailable, Refusal
 from sovereign_agent.fencing import ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL
+from sovereign_agent.organization import Organization
+from sovereign_agent.providers.base import Envelope, Proposal
 from sovereign_agent.records import ActorLease, AssignmentState, AttemptStatus, ExecutionAttempt, Message
+from sovereign_agent.workspace import Workspace
 
 RED, BLUE = "proc_red", "proc_blue"
 TICK = timedelta(microseconds=1)
@@ -732,7 +740,7 @@ IMPOSSIBLE = [-1, -(10**17), LAST_MICROS + 1, 2**62]
 
 
 def spoil(db: Database, table: str, column: str, literal: object) -> None:
-    db.connection.execute(f"UPDATE {table} SET {column} = {literal}")  # noqa: S608
+    db.connection.execute(f"UPDATE {table} SET {column} = {literal}")
 
 
 @pytest.mark.parametrize("literal", MALFORMED)
@@ -930,3 +938,232 @@ def test_any_order_of_acquisition_renewal_release_and_time_keeps_one_holder_of_a
 
 # === organization level ===================================================================================
 # Below this line the same promises are shown through `Organization.run_assignment`.
+
+
+def folders(org: Organization) -> list[str]:
+    return sorted(path.name for path in (org.root / ".sovereign" / "runs").glob("*"))
+
+
+def another(org: Organization) -> Organization:
+    """A second process's view of the same organization: its own identity, its own sessions."""
+    return Organization(org.root)
+
+
+def test_a_completed_run_releases_the_actor_lease_for_a_fresh_process(
+    org: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(organization, "invoke_actor", works)
+    fresh = another(org)
+    (_, _, first), (_, _, second) = governed_work(org), governed_work(org)
+    assert org.run_assignment(first.id).status == "completed"
+    assert fencing.current_actor_lease(org.db, first.actor_id) is None
+    assert fresh.run_assignment(second.id).status == "completed"
+    assert fresh.process_identity != org.process_identity
+    fresh.close()
+
+
+@pytest.mark.parametrize("refusal", ["unknown_workspace_policy", "symlinked_workspace_root", "authority_refusal"])
+def test_a_refused_run_also_releases_the_actor_lease_fu_r2_1(
+    org: Organization, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refusal: str
+) -> None:
+    monkeypatch.setattr(organization, "invoke_actor", works)
+    fresh = another(org)
+    (_, _, first), (_, _, second) = governed_work(org), governed_work(org)
+    runs_folder = org.root / ".sovereign" / "runs"
+    if refusal == "unknown_workspace_policy":
+        org.db.connection.execute("UPDATE assignments SET workspace_policy = 'burn' WHERE id = ?", (first.id,))
+    elif refusal == "symlinked_workspace_root":
+        runs_folder.parent.mkdir(exist_ok=True)
+        runs_folder.symlink_to(tmp_path)
+    else:
+        configure(org, lambda document: document["actors"]["operator-course"].update(authority=["review"]))
+    before = ledger_facts(org.db, first.id), rows(org.db, "events"), sorted(tmp_path.iterdir())
+    assert answer(org.run_assignment, first.id) == refusal
+    assert (ledger_facts(org.db, first.id), rows(org.db, "events"), sorted(tmp_path.iterdir())) == before
+    assert rows(org.db, "actor_leases") == []
+    if refusal == "symlinked_workspace_root":
+        runs_folder.unlink()
+    assert fresh.run_assignment(second.id).status == "completed"
+    fresh.close()
+
+
+def test_actor_lease_blocks_a_second_assignment_for_the_same_actor_before_invocation(
+    org: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (_, _, first), (_, _, second) = governed_work(org), governed_work(org)
+    process_b = another(org)
+    running, go_on, invoked = threading.Event(), threading.Event(), list[str]()
+
+    def spied(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
+        invoked.append(envelope.assignment_id)
+        if envelope.assignment_id == first.id:
+            running.set()
+            assert go_on.wait(60)
+        return works(settings, envelope, folder)
+
+    monkeypatch.setattr(organization, "invoke_actor", spied)
+    with ThreadPoolExecutor(1) as pool:
+        process_a = pool.submit(org.run_assignment, first.id)
+        assert running.wait(30), process_a.exception(1)
+        lease = fencing.current_actor_lease(org.db, first.actor_id)
+        before = ledger_facts(org.db, second.id), folders(org)
+        refused = answer(process_b.run_assignment, second.id)
+        assert (refused, invoked) == ("actor_lease_held", [first.id])
+        assert (ledger_facts(org.db, second.id), folders(org)) == before
+        assert fencing.current_actor_lease(org.db, first.actor_id) == lease
+        go_on.set()
+        assert process_a.result(30).status == "completed"
+    assert process_b.run_assignment(second.id).status == "completed"
+    assert invoked == [first.id, second.id]
+    process_b.close()
+
+
+def run_as_people_do(root: Path, assignment_id: str) -> tuple[int, int]:
+    """``sovereign-agent run`` in this process: its exit code, and how often a program was invoked."""
+    invoked: list[Any] = []
+    organization.invoke_actor = lambda *args: (invoked.append(args), works(*args))[1]
+    return cli.main(["run", assignment_id, "--root", str(root)]), len(invoked)
+
+
+def test_the_ordinary_run_assignment_path_cannot_bypass_the_actor_lease(org: Organization) -> None:
+    _, _, assignment = governed_work(org)
+    before = ledger_facts(org.db, assignment.id)
+    lease = fencing.acquire_actor_lease(org.db, assignment.actor_id, RED)
+    assert in_a_fresh_process(run_as_people_do, org.root, assignment.id) == (1, 0)
+    assert (ledger_facts(org.db, assignment.id), folders(org)) == (before, [])
+    assert fencing.current_actor_lease(org.db, assignment.actor_id) == lease
+    assert fencing.release_actor_lease(org.db, assignment.actor_id, RED, lease.fencing_token)
+    assert in_a_fresh_process(run_as_people_do, org.root, assignment.id) == (0, 1)
+
+
+def test_a_stolen_fence_mid_invocation_refuses_the_terminal_write(
+    org: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, assignment = governed_work(org)
+    tables = ("assignments", "sows", "execution_attempts", "receipts", "events")
+    seen: dict[str, Any] = {}
+
+    def loses_its_fence_meanwhile(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
+        proposal = works(settings, envelope, folder)
+        org.db.connection.execute(
+            "UPDATE assignments SET current_execution_attempt = 'att_thief' WHERE id = ?", (assignment.id,)
+        )
+        seen["ledger"] = [rows(org.db, table) for table in tables]
+        seen["folder"] = folder.path
+        return proposal
+
+    monkeypatch.setattr(organization, "invoke_actor", loses_its_fence_meanwhile)
+    assert answer(org.run_assignment, assignment.id) == "execution_attempt_lost"
+    assert [rows(org.db, table) for table in tables] == seen["ledger"]
+    assert rows(org.db, "receipts") == []
+    assert ledger_facts(org.db, assignment.id)["events"] == ["assignment.created", "assignment.running"]
+    assert sorted(path.name for path in seen["folder"].iterdir()) == [".sovereign-out", "provider-raw"]
+    assert (seen["folder"] / "provider-raw" / "stream.log").exists()
+
+
+def test_an_actor_lease_taken_over_mid_invocation_refuses_the_terminal_write_and_the_heir_keeps_it(
+    org: Organization, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process_a = Organization(org.root, clock=clock)
+    _, _, assignment = governed_work(process_a)
+    heirs: list[ActorLease] = []
+
+    def outlives_its_lease(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
+        clock.advance(ACTOR_LEASE_TTL)
+        heirs.append(fencing.acquire_actor_lease(org.db, assignment.actor_id, BLUE, clock=clock))
+        return works(settings, envelope, folder)
+
+    monkeypatch.setattr(organization, "invoke_actor", outlives_its_lease)
+    assert answer(process_a.run_assignment, assignment.id) == "actor_lease_lost"
+    assert fencing.current_actor_lease(org.db, assignment.actor_id) == heirs[0]
+    assert ledger_facts(org.db, assignment.id)["receipts"] == [None]
+    (folder,) = folders(org)
+    assert not (workspace.locate(org.root, folder).path / "receipt.json").exists()
+    process_a.close()
+
+
+def test_a_completed_assignment_run_via_the_real_path_clears_its_fence_and_tidies_up(
+    org: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(organization, "invoke_actor", works)
+    _, _, assignment = governed_work(org)
+    receipt = org.run_assignment(assignment.id)
+    assert journal.receipts_of(org.db.connection, assignment.id) == [receipt]
+    facts = ledger_facts(org.db, assignment.id)
+    assert (facts["assignment"], facts["pointer"], facts["attempts"]) == ("COMPLETED", None, ["DONE"])
+    folder = workspace.locate(org.root, receipt.attempt_id)
+    assert sorted(path.name for path in folder.path.iterdir()) == [
+        ".sovereign-out",
+        "receipt.json",
+        "receipt.json.sha256",
+    ]
+    assert (folder.path / "receipt.json").read_text() == journal.receipt_json(receipt)
+    assert fencing.attempts_to_reclaim(org.db.connection, after="", limit=10) == []
+
+
+def test_only_one_process_runs_an_assignment_and_the_other_leaves_it_alone(
+    org: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, assignment = governed_work(org)
+    said: list[str] = []
+    tokens: list[int] = []
+
+    def runs_it_again(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
+        said.append(answer(org.run_assignment, assignment.id))
+        tokens.extend(row["fencing_token"] for row in rows(org.db, "actor_leases"))
+        return works(settings, envelope, folder)
+
+    monkeypatch.setattr(organization, "invoke_actor", runs_it_again)
+    assert org.run_assignment(assignment.id).status == "completed"
+    assert said == ["execution_attempt_held"]
+    assert tokens == [row["actor_lease_fencing_token"] for row in rows(org.db, "execution_attempts")]
+    assert rows(org.db, "actor_leases") == []
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["the first ends first", "the second ends first"])
+def test_two_runs_of_one_actor_in_one_process_share_its_lease_until_the_last_has_ended(
+    org: Organization, monkeypatch: pytest.MonkeyPatch, order: tuple[int, int]
+) -> None:
+    work = [governed_work(org)[2] for _ in range(2)]
+    running = {assignment.id: threading.Event() for assignment in work}
+    go_on = {assignment.id: threading.Event() for assignment in work}
+
+    def waits(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
+        running[envelope.assignment_id].set()
+        assert go_on[envelope.assignment_id].wait(60)
+        return works(settings, envelope, folder)
+
+    monkeypatch.setattr(organization, "invoke_actor", waits)
+    with ThreadPoolExecutor(2) as pool:
+        runs = []
+        for assignment in work:
+            runs.append(pool.submit(org.run_assignment, assignment.id))
+            assert running[assignment.id].wait(30)
+        (lease,) = rows(org.db, "actor_leases")
+        for left, which in enumerate(order):
+            tokens = [row["fencing_token"] for row in rows(org.db, "actor_leases")]
+            assert tokens == [lease["fencing_token"]], left
+            go_on[work[which].id].set()
+            assert runs[which].result(30).status == "completed"
+    assert rows(org.db, "actor_leases") == []
+
+
+def test_a_second_run_in_one_process_does_not_undercut_the_first_when_their_lease_has_run_out(
+    org: Organization, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Organization(org.root, clock=clock)
+    (_, _, first), (_, _, second) = governed_work(process), governed_work(process)
+    said: list[str] = []
+
+    def outlives_its_lease(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
+        if envelope.assignment_id == first.id:
+            clock.advance(ACTOR_LEASE_TTL)
+            said.append(answer(process.run_assignment, second.id))
+        return works(settings, envelope, folder)
+
+    monkeypatch.setattr(organization, "invoke_actor", outlives_its_lease)
+    assert process.run_assignment(first.id).status == "completed"
+    assert said == ["actor_lease_held"]
+    assert ledger_facts(org.db, second.id)["assignment"] == "CREATED"
+    assert process.run_assignment(second.id).status == "completed"
+    process.close()

@@ -38,7 +38,7 @@ TABLES = [statement.split()[2] for statement in HISTORY]
 @pytest.fixture
 def old_ledger(db: Database) -> Database:
     """A ledger with much history and little work."""
-    numbers = f"WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {FINISHED}) "  # noqa: S608
+    numbers = f"WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {FINISHED}) "
     with db.transaction() as connection:
         for statement in HISTORY:
             connection.execute(numbers + statement, (ACTOR,) * statement.count("?"))

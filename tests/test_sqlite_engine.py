@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +17,21 @@ from typing import Any
 
 import pytest
 from conftest import Location
-from support import answer, at_one_barrier, child, eventually, heard, run_of
+from support import (
+    BUMP,
+    answer,
+    at_one_barrier,
+    bump,
+    bump_impatiently,
+    child,
+    counter,
+    eventually,
+    heard,
+    holding,
+    in_a_fresh_process,
+    run_of,
+    traces,
+)
 
 from sovereign_agent import journal
 from sovereign_agent.clock import ManualClock
@@ -32,9 +42,7 @@ from sovereign_agent.storage.migrate import CORE, STAMPS
 from sovereign_agent.storage.sqlite import SQLiteConnection
 
 IMPATIENT = timedelta(milliseconds=200)
-BUMP = "UPDATE lease_tokens SET value = value + 1"
 EVENT = "INSERT INTO events (at, kind, subject, actor, detail) VALUES (1, 'k', 's', 'a', ?)"
-NOBODY = 65534
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 
 
@@ -53,27 +61,6 @@ def raw_of(db: Database) -> sqlite3.Connection:
     return db.connection._raw  # type: ignore[attr-defined,no-any-return]
 
 
-def bump(db: Database) -> None:
-    with db.immediate() as connection:
-        connection.execute(BUMP)
-
-
-def value(db: Database) -> int:
-    return int(db.connection.execute("SELECT value FROM lease_tokens").rows[0][0])
-
-
-def traces(folder: Path) -> dict[str, tuple[object, ...]]:
-    """Every name below a folder, itself included, with all that ``find -newer`` and a checksum would tell."""
-    return {
-        str(each): (
-            each.stat().st_mtime_ns,
-            each.stat().st_size,
-            each.is_file() and hashlib.sha256(each.read_bytes()).hexdigest(),
-        )
-        for each in [folder, *folder.rglob("*")]
-    }
-
-
 # --- writers ----------------------------------------------------------------------------------------------
 
 
@@ -90,7 +77,7 @@ def test_hazard_61_every_transaction_begins_as_a_writer(db: Database) -> None:
 def reading_then_writing(pipe: Any, location: Location) -> None:
     db = location.open()
     with db.transaction() as connection:
-        value(db)
+        counter(db)
         pipe.send("read")
         pipe.recv()
         connection.execute(BUMP)
@@ -105,22 +92,12 @@ def test_hazard_61_a_reader_that_goes_on_to_write_is_never_told_that_it_is_locke
     with child(reading_then_writing, location) as (_, pipe):
         assert heard(pipe) == "read"
         with pytest.raises(Contention), impatient.transaction():
-            pytest.fail("a second writer got in between its read and its write")
+            raise AssertionError("a second writer got in between its read and its write")
         pipe.send("go on")
         assert heard(pipe) == "written"
         bump(impatient)
-    assert value(db) == 2
+    assert counter(db) == 2
     impatient.close()
-
-
-def holding(pipe: Any, location: Location) -> None:
-    db = location.open()
-    with db.immediate() as connection:
-        connection.execute(BUMP)
-        pipe.send("holding")
-        pipe.recv()
-    pipe.send("committed")
-    pipe.recv()
 
 
 @on_linux
@@ -129,13 +106,17 @@ def test_a_waiter_is_told_which_process_holds_the_lock_and_that_it_is_stopped(db
 
     def contention() -> Contention:
         with pytest.raises(Contention) as busy, waiter.immediate():
-            pytest.fail("the write lock was given twice")
+            raise AssertionError("the write lock was given twice")
         return busy.value
 
     with child(holding, location) as (process, pipe):
         assert heard(pipe) == "holding"
         running = contention()
-        assert (running.category, str(process.pid) in running.why, "stopped" in running.why) == ("ledger_busy", True, False)
+        assert (running.category, str(process.pid) in running.why, "stopped" in running.why) == (
+            "ledger_busy",
+            True,
+            False,
+        )
         os.kill(process.pid, signal.SIGSTOP)
         eventually(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
         frozen = contention()
@@ -144,7 +125,7 @@ def test_a_waiter_is_told_which_process_holds_the_lock_and_that_it_is_stopped(db
         pipe.send("go on")
         assert heard(pipe) == "committed"
         bump(waiter)
-    assert value(db) == 2
+    assert counter(db) == 2
     waiter.close()
 
 
@@ -155,7 +136,7 @@ def test_a_killed_writer_gives_its_lock_back_at_once(db: Database, location: Loc
         process.kill()
         process.join()
         bump(waiter)
-    assert value(db) == 1
+    assert counter(db) == 1
     waiter.close()
 
 
@@ -174,12 +155,12 @@ def test_hazard_62_after_a_full_disk_a_fresh_reader_finds_both_or_neither(db: Da
     assert "no space" in full.value.why
     assert ended.value.category == "transaction_ended"
     fresh = location.open(read_only=True)
-    assert (journal.latest_events(fresh.connection), value(fresh)) == ([], 0)
+    assert (journal.latest_events(fresh.connection), counter(fresh)) == ([], 0)
     fresh.close()
     with db.immediate() as connection:
         connection.execute(EVENT, ('"receipt"',))
         connection.execute(BUMP)
-    assert (len(journal.latest_events(db.connection)), value(db)) == (1, 1)
+    assert (len(journal.latest_events(db.connection)), counter(db)) == (1, 1)
 
 
 def test_hazard_62_a_write_that_the_disk_refuses_is_undone_whole(path: Path) -> None:
@@ -204,7 +185,7 @@ with db.immediate() as connection:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "LedgerUnavailable"), done.stderr
     db = Database(path)
-    assert (value(db), [row["detail"] for row in db.connection.execute("SELECT detail FROM events")]) == (0, ["fits"])
+    assert (counter(db), [row["detail"] for row in db.connection.execute("SELECT detail FROM events")]) == (0, ["fits"])
     db.close()
 
 
@@ -223,16 +204,16 @@ def test_hazard_62_a_statement_that_is_interrupted_ends_its_transaction(db: Data
         connection.execute(BUMP)
     assert ended.value.category == "transaction_ended"
     fresh = location.open(read_only=True)
-    assert (journal.latest_events(fresh.connection), value(fresh)) == ([], 0)
+    assert (journal.latest_events(fresh.connection), counter(fresh)) == ([], 0)
     fresh.close()
     bump(db)
-    assert value(db) == 1
+    assert counter(db) == 1
 
 
 # --- locks and companions ---------------------------------------------------------------------------------
 
 
-def test_hazard_68_another_database_on_the_same_file_does_not_drop_the_first_ones_lock(
+def test_hazard_68_another_database_on_the_same_file_does_not_drop_the_first_ones_locks(
     db: Database, location: Location
 ) -> None:
     with db.immediate() as connection:
@@ -241,41 +222,45 @@ def test_hazard_68_another_database_on_the_same_file_does_not_drop_the_first_one
             location.open(**options).close()
         assert at_one_barrier(1, bump_impatiently, location) == ["ledger_busy"]
     assert at_one_barrier(1, bump_impatiently, location) == ["done"]
-    assert value(db) == 2
+    bump(db)
+    assert in_a_fresh_process(counted_there, location) == 3
 
 
-def bump_impatiently(_: int, location: Location) -> str:
-    db = location.open(patience=IMPATIENT)
-    try:
-        return answer(bump, db)
-    finally:
+def counted_there(location: Location) -> int:
+    with closing(location.open(read_only=True)) as db:
+        return counter(db)
+
+
+def test_hazard_68_a_thread_that_opens_a_ledger_while_another_makes_it_keeps_its_locks(
+    location: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, may_write = threading.Event(), threading.Event()
+
+    def second() -> None:
+        db = location.open()
+        opened.set()
+        may_write.wait(20)
+        bump(db)
         db.close()
 
+    thread = threading.Thread(target=second)
 
-def test_hazard_68_a_thread_that_opens_a_new_ledger_first_keeps_its_locks(tmp_path: Path) -> None:
-    for turn in range(20):
-        path = tmp_path / f"{turn}.db"
-        barrier = threading.Barrier(2)
-        opened: list[Database] = []
+    def slow_touch(path: Path, mode: int, *, exist_ok: bool) -> None:
+        assert not exist_ok
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
+        thread.start()
+        opened.wait(0.5)
+        os.close(descriptor)  # drops the locks of a thread that has opened the file by now
 
-        def first_start(path: Path = path, barrier: threading.Barrier = barrier, opened: list[Database] = opened) -> None:
-            barrier.wait(20)
-            opened.append(Database(path))
-
-        threads = [threading.Thread(target=first_start) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        with opened[0].immediate() as connection:
-            connection.execute(BUMP)
-            assert at_one_barrier(1, bump_impatiently, Location("sqlite", str(path), tmp_path)) == ["ledger_busy"]
-            if turn:
-                break
-        for db in opened:
-            db.close()
-    for db in opened:
-        db.close()
+    monkeypatch.setattr(Path, "touch", slow_touch)
+    first = location.open()
+    assert opened.wait(20)
+    # A neighbour that does not see our locks takes the -wal away, and what is written into it is lost.
+    assert at_one_barrier(1, bump_impatiently, location) == ["done"]
+    may_write.set()
+    thread.join(20)
+    assert in_a_fresh_process(counted_there, location) == 2
+    first.close()
 
 
 def test_hazard_69_the_wal_is_bounded_again_once_a_slow_reader_is_gone(db: Database, path: Path) -> None:
@@ -295,13 +280,16 @@ def test_hazard_69_the_wal_is_bounded_again_once_a_slow_reader_is_gone(db: Datab
     for _ in range(3):
         bump(db)
     assert wal.stat().st_size <= sqlite.WAL_LIMIT_BYTES
-    assert value(db) == 4
+    assert counter(db) == 4
 
 
 def test_hazard_69_no_reader_of_ours_keeps_a_snapshot(db: Database, location: Location, path: Path) -> None:
     reader = location.open(read_only=True)
     bump(db)
-    for result in (db.connection.execute("SELECT * FROM lease_tokens"), reader.connection.execute("SELECT 1 UNION SELECT 2")):
+    for result in (
+        db.connection.execute("SELECT * FROM lease_tokens"),
+        reader.connection.execute("SELECT 1 UNION SELECT 2"),
+    ):
         result.fetchone()
     with closing(sqlite3.connect(path)) as raw:
         busy, in_wal, checkpointed = raw.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -313,7 +301,13 @@ def test_hazard_69_no_reader_of_ours_keeps_a_snapshot(db: Database, location: Lo
 
 
 def test_every_session_has_the_promised_settings(db: Database) -> None:
-    promised = {"foreign_keys": 1, "recursive_triggers": 1, "trusted_schema": 0, "synchronous": 2, "journal_mode": "wal"}
+    promised = {
+        "foreign_keys": 1,
+        "recursive_triggers": 1,
+        "trusted_schema": 0,
+        "synchronous": 2,
+        "journal_mode": "wal",
+    }
     found = {name: raw_of(db).execute(f"PRAGMA {name}").fetchone()[0] for name in promised}
     assert found == promised
 
@@ -436,13 +430,16 @@ def test_hazard_73_two_names_of_one_ledger_exclude_each_other(
     with child(holding, other) as (_, pipe):
         assert heard(pipe) == "holding"
         with pytest.raises(Contention), location.open(patience=IMPATIENT).immediate():
-            pytest.fail("the lock was not shared")
+            raise AssertionError("the lock was not shared")
         pipe.send("go on")
         assert heard(pipe) == "committed"
     assert other.open().path == db.path
-    assert value(db) == 1
+    assert counter(db) == 1
     assert {each.name for each in db.path.parent.iterdir()} <= {
-        "organization.db", "organization.db-wal", "organization.db-shm", "alias.db",
+        "organization.db",
+        "organization.db-wal",
+        "organization.db-shm",
+        "alias.db",
     }
 
 
@@ -472,7 +469,7 @@ def test_a_file_name_is_a_file_name(tmp_path: Path, name: str) -> None:
     bump(db)
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted([name, f"{name}-shm", f"{name}-wal"])
     reader = Database(tmp_path / name, read_only=True)
-    assert value(reader) == 1
+    assert counter(reader) == 1
     reader.close()
     db.close()
 
@@ -533,7 +530,7 @@ def test_a_newer_ledger_is_refused_before_a_byte_or_its_journal_mode_changes(
     location: Location, path: Path, *, crashed: bool
 ) -> None:
     location.open().close()
-    stamp = f"INSERT INTO {STAMPS} VALUES ('{CORE}', 999, 'later', 'x', 999, 1)"  # noqa: S608
+    stamp = f"INSERT INTO {STAMPS} VALUES ('{CORE}', 999, 'later', 'x', 999, 1)"
     mode, end = ("WAL", "os.kill(os.getpid(), 9)") if crashed else ("DELETE", "")
     program = f"""
 import os, sqlite3
@@ -548,271 +545,6 @@ raw.execute({stamp!r})
     for options in ({}, {"create": False}, {"read_only": True}):
         assert answer(location.open, **options) == "schema_newer"
     assert traces(location.root) == before
-
-
-# --- reading without a trace ------------------------------------------------------------------------------
-
-
-def test_hazard_75_reading_a_quiet_ledger_leaves_no_trace(db: Database, location: Location) -> None:
-    bump(db)
-    db.close()
-    before = traces(location.root)
-    reader = location.open(read_only=True)
-    assert value(reader) == 1
-    assert traces(location.root) == before
-    reader.close()
-    assert traces(location.root) == before
-
-
-def test_hazard_75_reading_a_ledger_in_use_leaves_no_trace(location: Location) -> None:
-    with child(holding, location) as (_, pipe):
-        assert heard(pipe) == "holding"
-        before = traces(location.root)
-        reader = location.open(read_only=True)
-        assert value(reader) == 0
-        assert traces(location.root) == before
-        pipe.send("go on")
-        assert heard(pipe) == "committed"
-        before = traces(location.root)
-        assert value(reader) == 1
-        reader.close()
-        assert traces(location.root) == before
-
-
-def test_hazard_75_reading_what_a_killed_writer_left_leaves_no_trace_and_misses_nothing(location: Location) -> None:
-    with child(holding, location) as (process, pipe):
-        assert heard(pipe) == "holding"
-        pipe.send("go on")
-        assert heard(pipe) == "committed"
-        process.kill()
-        process.join()
-    assert Path(f"{location.ledger}-wal").stat().st_size > 0
-    before = traces(location.root)
-    reader = location.open(read_only=True)
-    assert value(reader) == 1
-    reader.close()
-    assert traces(location.root) == before
-
-
-def test_hazard_75_a_wal_that_lost_its_companion_is_read_too(location: Location, tmp_path: Path) -> None:
-    db = location.open()
-    bump(db)
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for suffix in ("", "-wal"):
-        shutil.copy(f"{location.ledger}{suffix}", copy / f"a.db{suffix}")
-    db.close()
-    reader = Database(copy / "a.db", read_only=True)
-    assert value(reader) == 1
-    reader.close()
-
-
-def test_hazard_75_a_reader_of_a_quiet_ledger_sees_what_is_written_later(db: Database, location: Location) -> None:
-    db.close()
-    reader = location.open(read_only=True)
-    for expected in range(4):
-        assert value(reader) == expected
-        writer = location.open()
-        bump(writer)
-        if expected % 2:
-            assert value(reader) == expected + 1
-        writer.close()
-    assert value(reader) == 4
-    reader.close()
-
-
-def test_hazard_75_a_read_transaction_that_a_writer_overtakes_says_so(db: Database, location: Location) -> None:
-    db.close()
-    reader = location.open(read_only=True)
-    with pytest.raises(Contention) as busy, reader.transaction():
-        assert value(reader) == 0
-        assert at_one_barrier(1, bump_impatiently, location) == ["done"]
-        value(reader)
-    assert busy.value.category == "ledger_busy"
-    with reader.transaction():
-        assert value(reader) == 1
-        assert value(reader) == 1
-    reader.close()
-
-
-def write_pairs(_: int, location: Location, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        db = location.open()
-        for _ in range(2):
-            with db.immediate() as connection:
-                connection.execute(BUMP)
-                connection.execute(EVENT, ("{}",))
-        db.close()
-        time.sleep(0.005)
-
-
-def test_hazard_75_a_reader_among_writers_that_come_and_go_is_never_told_half(location: Location) -> None:
-    location.open().close()
-    with child(at_a_distance, location) as (process, pipe):
-        seen = []
-        while not pipe.poll() and process.is_alive():
-            reader = location.open(read_only=True)
-            for _ in range(3):
-                row = reader.connection.execute(
-                    "SELECT (SELECT value FROM lease_tokens), (SELECT count(*) FROM events)"
-                ).rows[0]
-                assert row[0] == row[1]
-                seen.append(row[0])
-            reader.close()
-        assert heard(pipe) == "done"
-    assert seen == sorted(seen)
-    assert len(set(seen)) > 5
-
-
-def at_a_distance(pipe: Any, location: Location) -> None:
-    write_pairs(0, location, 2)
-    pipe.send("done")
-    pipe.recv()
-
-
-# --- whose files ------------------------------------------------------------------------------------------
-
-
-def test_the_folder_and_the_files_are_for_their_owner_alone(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        db = Database(tmp_path / "org" / "a.db")
-        bump(db)
-        modes = {each.name: oct(each.stat().st_mode & 0o777) for each in (tmp_path / "org").iterdir()}
-        db.close()
-    finally:
-        os.umask(before)
-    assert oct((tmp_path / "org").stat().st_mode & 0o777) == "0o700"
-    assert modes == dict.fromkeys(("a.db", "a.db-wal", "a.db-shm"), "0o600")
-
-
-@pytest.fixture
-def public() -> Iterator[Path]:
-    """A folder that any user can reach."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    yield folder
-    for each in [folder, *folder.rglob("*")]:
-        each.chmod(0o700)
-    shutil.rmtree(folder)
-
-
-def as_nobody(pipe: Any, act: Callable[[Path], str], path: Path) -> None:
-    """Run an act as another user where we are root, and as ourselves elsewhere."""
-    with tempfile.TemporaryDirectory() as warm:  # import what the other user may not read
-        write_there(Path(warm) / "a.db")
-        read_there(Path(warm) / "a.db")
-    if os.geteuid() == 0:
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
-    pipe.send((os.geteuid(), act(path)))
-    pipe.recv()
-
-
-def told(act: Callable[[Path], str], path: Path) -> tuple[int, str]:
-    with child(as_nobody, act, path) as (_, pipe):
-        uid, text = heard(pipe)
-        return uid, text
-
-
-def write_there(path: Path) -> str:
-    try:
-        db = Database(path)
-        bump(db)
-        db.close()
-    except LedgerFault as error:
-        return f"{type(error).__name__} {error} {error.why}"
-    return "written"
-
-
-def read_there(path: Path) -> str:
-    try:
-        db = Database(path, read_only=True)
-        found = value(db)
-        db.close()
-    except LedgerFault as error:
-        return f"{type(error).__name__} {error} {error.why}"
-    return f"found {found}"
-
-
-def test_hazard_75_a_folder_that_may_not_be_written_is_named_with_the_user(public: Path) -> None:
-    public.chmod(0o555)
-    path = public / "a.db"
-    uid, text = told(write_there, path)
-    assert text.startswith("LedgerUnavailable")
-    assert str(path) in text
-    assert f"uid {uid}" in text
-    assert list(public.iterdir()) == []
-    public.chmod(0o777)
-    assert told(write_there, path)[1] == "written"
-
-
-def test_hazard_75_a_ledger_that_may_only_be_read_is_read_and_nothing_is_left_beside_it(public: Path) -> None:
-    path = public / "a.db"
-    db = Database(path)
-    bump(db)
-    db.close()
-    path.chmod(0o444)
-    public.chmod(0o777)
-    before = traces(public)
-    uid, text = told(write_there, path)
-    assert text.startswith("LedgerUnavailable")
-    assert str(path) in text
-    assert f"uid {uid}" in text
-    assert told(read_there, path)[1] == "found 1"
-    public.chmod(0o555)
-    assert told(read_there, path)[1] == "found 1"
-    public.chmod(0o777)
-    assert traces(public) == before
-
-
-def test_hazard_75_a_second_user_reads_a_ledger_in_use_without_a_trace(public: Path) -> None:
-    path = public / "a.db"
-    db = Database(path)
-    bump(db)
-    for suffix in ("", "-wal", "-shm"):
-        Path(f"{path}{suffix}").chmod(0o644)
-    before = traces(public)
-    assert told(read_there, path)[1] == "found 1"
-    assert traces(public) == before
-    bump(db)
-    assert told(read_there, path)[1] == "found 2"
-    db.close()
-
-
-def test_hazard_75_a_companion_that_is_another_users_is_named(public: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can give a file away")
-    path = public / "a.db"
-    db = Database(path)
-    bump(db)
-    public.chmod(0o777)
-    path.chmod(0o666)
-    for suffix in ("-wal", "-shm"):
-        Path(f"{path}{suffix}").chmod(0o644)
-    uid, text = told(write_there, path)
-    assert text.startswith("LedgerUnavailable")
-    assert "-shm" in text
-    assert f"uid {uid}" in text
-    db.close()
-    path.chmod(0o666)
-    assert told(write_there, path)[1] == "written"
-
-
-def test_hazard_75_a_folder_that_may_not_be_entered_is_named_and_not_called_empty(public: Path) -> None:
-    inside = public / "closed"
-    inside.mkdir(mode=0o700)
-    Database(inside / "a.db").close()
-    inside.chmod(0o000)
-    for act in (write_there, read_there):
-        uid, text = told(act, inside / "a.db")
-        assert text.startswith("LedgerUnavailable")
-        assert f"uid {uid}" in text
-        assert "There is no ledger" not in text
-    inside.chmod(0o700)
-    assert read_there(inside / "a.db") == "found 0"
 
 
 # --- what a raw connection cannot do ----------------------------------------------------------------------
@@ -850,7 +582,10 @@ def test_append_only_guards_every_unique_key_of_its_tables(db: Database, clock: 
                 keys |= {column[2] for column in raw.execute(f"PRAGMA index_info({index[1]})")}
         assert guarded == keys, table
     run_of(db, clock)
-    receipt = "INSERT INTO receipts SELECT ?, assignment_id, id, actor_id, 'completed', '', 's', '{}', 1 FROM execution_attempts"
+    receipt = """
+        INSERT INTO receipts
+        SELECT ?, assignment_id, id, actor_id, 'completed', '', 's', '{}', 1 FROM execution_attempts
+    """
     db.connection.execute(receipt, ("first",))
     for other in ("first", "second"):
         with pytest.raises(ConstraintBroken, match="refused a row"):

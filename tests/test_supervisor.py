@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib
 import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,7 @@ FAR = ManualClock(datetime(2100, 1, 1, tzinfo=UTC))
 """A moment at which every lease, attempt and claim of these tests has long run out."""
 
 OPERATOR = "operator-course"
+NOBODY = 65534
 TABLES = (
     "events",
     "outcomes",
@@ -163,9 +166,7 @@ def abandoned(org: Organization, **options: Any) -> tuple[Assignment, ExecutionA
     process = fencing.new_process_identity()
     org.db.connection.execute("DELETE FROM actor_leases")
     lease = fencing.acquire_actor_lease(org.db, OPERATOR, process)
-    return assignment, fencing.acquire_execution_attempt(
-        org.db, assignment.id, OPERATOR, process, lease.fencing_token
-    )
+    return assignment, fencing.acquire_execution_attempt(org.db, assignment.id, OPERATOR, process, lease.fencing_token)
 
 
 # --- the boundary of a tick -------------------------------------------------------------------------------
@@ -231,7 +232,9 @@ def test_tick_reports_sweeps_recovers_and_tidies_up_in_this_order(
 
 
 def start_worker(org: Organization, assignment: Assignment, dies_at: str = "") -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, str(WORKER), str(org.root), assignment.id, *([dies_at] if dies_at else [])])
+    return subprocess.Popen(
+        [sys.executable, str(WORKER), str(org.root), assignment.id, *([dies_at] if dies_at else [])]
+    )
 
 
 def plant_a_report_and_hang(org: Organization) -> None:
@@ -600,7 +603,9 @@ def test_an_unknown_workspace_policy_in_a_row_is_reported_and_stops_nobody_else(
     assert set(report.recovered_assignments) == {spoiled.id, other.id}
     assert [attempt.id in problem and "burn" in problem for problem in report.problems] == [True]
     assert ledger_facts(org.db, spoiled.id) == RECOVERED
-    assert files(org.root).keys() == {f"{attempt_of(org, other.id)}/{name}" for name in ("receipt.json", "receipt.json.sha256")}
+    assert files(org.root).keys() == {
+        f"{attempt_of(org, other.id)}/{name}" for name in ("receipt.json", "receipt.json.sha256")
+    }
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem_and_a_later_tick_finishes_the_job(org: Organization) -> None:
@@ -618,31 +623,8 @@ def test_a_folder_that_cannot_be_written_is_a_problem_and_a_later_tick_finishes_
     assert_disk_follows_the_ledger(org)
 
 
-@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file that another user cannot remove")
-def test_a_folder_that_can_only_be_reclaimed_in_part_stays_partial_until_it_can(org: Organization) -> None:
-    assignment, attempt = abandoned(org)
-    folder = workspace.allocate(org.root, attempt.id)
-    foreign = folder.raw / "foreign"
-    foreign.mkdir()
-    (foreign / "scratch").write_text("of another user")
-    for path in [org.root, *org.root.rglob("*")]:
-        if path not in (foreign, foreign / "scratch"):
-            os.chown(path, NOBODY, NOBODY)
-    first, second = in_a_fresh_process(two_ticks_as_nobody, org.root)
-    assert first == ([assignment.id], [f"The folder of attempt {attempt.id} is not dealt with"])
-    assert second == ([], first[1])
-    assert ledger_facts(org.db, assignment.id) == RECOVERED
-    (scratch,) = folder.path.rglob("scratch")
-    os.chown(scratch.parent, NOBODY, NOBODY)
-    assert in_a_fresh_process(two_ticks_as_nobody, org.root) == (([], []), ([], []))
-    assert_disk_follows_the_ledger(org)
-
-
-NOBODY = 65534
-
-
-def two_ticks_as_nobody(root: Path) -> tuple[Any, ...]:
+def two_ticks_as_nobody(root: str) -> tuple[Any, ...]:
+    importlib.import_module("sovereign_agent.storage.sqlite")  # while this user can still read the interpreter's files
     os.setgid(NOBODY)
     os.setuid(NOBODY)
     org = Organization(root)
@@ -652,6 +634,26 @@ def two_ticks_as_nobody(root: Path) -> tuple[Any, ...]:
         (list(report.recovered_assignments), [problem.partition(":")[0] for problem in report.problems])
         for report in reports
     )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file that another user cannot remove")
+def test_a_folder_that_can_only_be_reclaimed_in_part_stays_partial_until_it_can() -> None:
+    with tempfile.TemporaryDirectory() as root, closing(Organization.init(root)) as org:
+        assignment, attempt = abandoned(org)
+        foreign = workspace.allocate(root, attempt.id).raw / "foreign"
+        foreign.mkdir()
+        scratch = foreign / "scratch"
+        scratch.write_text("of another user")
+        for path in [org.root, *org.root.rglob("*")]:
+            if path not in (foreign, scratch):
+                os.chown(path, NOBODY, NOBODY)
+        left = [f"In the folder of attempt {attempt.id} is left"]
+        assert in_a_fresh_process(two_ticks_as_nobody, root) == (([assignment.id], left), ([], left))
+        assert ledger_facts(org.db, assignment.id) == RECOVERED
+        (scratch,) = run_folder(org, attempt.id).rglob("scratch")
+        os.chown(scratch.parent, NOBODY, NOBODY)
+        assert in_a_fresh_process(two_ticks_as_nobody, root) == (([], []), ([], []))
+        assert_disk_follows_the_ledger(org)
 
 
 @pytest.mark.parametrize("replacement", ["a file", "a link", "a dangling link"])
@@ -907,9 +909,7 @@ def a_supervisor(org: Organization, *command: str) -> Iterator[subprocess.Popen[
     now = org.db.now()
     message = org.send("master-course", OPERATOR, "s", "b")
     relay.claim(org.db, message.id, OPERATOR, clock=lambda: now - relay.CLAIM_TTL)
-    child = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    child = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         eventually(lambda: relay.get_message(org.db, message.id).state == "NEW" or child.poll() is not None)
         yield child
@@ -945,9 +945,7 @@ def test_the_command_ends_on_sigint_as_the_loop_does(org: Organization) -> None:
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("gap", [0.0, 0.001, 0.005, 0.02, 0.08])
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_double_sigint_ends_the_loop_as_cleanly_as_one(
-    org: Organization, gap: float, second: signal.Signals
-) -> None:
+def test_double_sigint_ends_the_loop_as_cleanly_as_one(org: Organization, gap: float, second: signal.Signals) -> None:
     with a_supervisor(org, "-c", LOOP, str(org.root), "3600") as child:
         child.send_signal(signal.SIGINT)
         time.sleep(gap)

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -104,6 +104,7 @@ def observe(organization: Organization) -> dict[str, Any]:
         attempt_id = eventually("the worker to run", worker, lambda: running_attempt(organization, assignment.id))
         eventually("its program", worker, (workspace.locate(organization.root, attempt_id).out / "report.json").exists)
         program = psutil.Process(worker.pid).children()
+        reached = worker.poll() is None and running_attempt(organization, assignment.id) == attempt_id
         worker.send_signal(signal.SIGKILL)
         worker.wait()
         await_end(program)
@@ -113,7 +114,7 @@ def observe(organization: Organization) -> dict[str, Any]:
     after = outcomes.get_assignment(connection, assignment.id)
     receipt = journal.receipts_of(connection, assignment.id)[-1]
     return {
-        "worker_reached_running_before_sigkill": attempt_id is not None,
+        "worker_reached_running_before_sigkill": reached,
         "worker_died_abnormally": worker.returncode == -signal.SIGKILL,
         "before_recovery": {
             "assignment_state": before.state.value,
@@ -178,7 +179,7 @@ def assign(organization: Organization) -> Assignment:
 
 
 @contextmanager
-def worker_on(root: Path, assignment_id: str) -> Iterator[subprocess.Popen[str]]:
+def worker_on(root: Path, assignment_id: str) -> Generator[subprocess.Popen[str]]:
     """A real worker process, which does not outlive this block."""
     command = [sys.executable, str(WORKER), str(root), assignment_id]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as worker:  # noqa: S603

@@ -84,25 +84,35 @@ def application() -> typer.Typer:
         epilog="An actor's id is a name, not a credential: whoever may run this program on this ledger may speak for"
         " every actor. Exit codes: 0 done, 1 refused, 2 usage or settings, 3 busy, 4 ledger, 5 provider.",
         add_completion=False,
-        rich_markup_mode="markdown",
+        rich_markup_mode=None,  # help in colours would double the time that help takes
         pretty_exceptions_enable=False,
     )
     app.callback()(options.before_the_verb)
-    families = {
-        "Begin": (init.init, doctor.doctor),
-        "Plan": (work.plan, work.assign),
-        "Work": (work.run, work.cancel, mail.send, mail.inbox),
-        "Judge": (judging.verify, judging.review, judging.accept),
-        "Look": (looking.status, looking.inspect),
-        "Keep going": (supervisor.supervisor, heartbeat.heartbeat),
-    }
-    for family, verbs in families.items():
-        for verb in verbs:
-            app.command(rich_help_panel=family)(verb)
-    app.add_typer(demo.app, name="demo", rich_help_panel="Begin")
-    app.add_typer(actor.app, name="actor", rich_help_panel="Plan")
-    app.add_typer(outcome.app, name="outcome", rich_help_panel="Plan")
-    app.add_typer(judging.ruling, name="ruling", rich_help_panel="Judge")
+    for verb in (
+        init.init,
+        doctor.doctor,
+        work.plan,
+        work.assign,
+        work.run,
+        work.cancel,
+        judging.verify,
+        judging.review,
+        judging.accept,
+        mail.send,
+        mail.inbox,
+        looking.status,
+        looking.inspect,
+        supervisor.supervisor,
+        heartbeat.heartbeat,
+    ):
+        app.command()(verb)
+    for name, family in (
+        ("outcome", outcome.app),
+        ("actor", actor.app),
+        ("ruling", judging.ruling),
+        ("demo", demo.app),
+    ):
+        app.add_typer(family, name=name)
     return app
 
 
@@ -111,7 +121,7 @@ def _attempt(given: list[str]) -> int:
         return _invoke(given or ["--help"])
     except BrokenPipeError:
         raise
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - whatever it is, it gets a code and words
         code = next(code for kind, code in EXIT_CODES if isinstance(error, kind))
         _complain(_in_words(error), code, as_json="--json" in takewhile(lambda word: word != "--", given))
         if code == BUG and os.environ.get("SOVEREIGN_DEBUG") == "1":

@@ -67,6 +67,7 @@ class Database:
         self._pid = os.getpid()
         self._local = threading.local()
         self._all: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._all_lock = threading.Lock()
         self._closed = False
         self.path = self._resolved(location, root)
         self._first_open(create=create)
@@ -128,7 +129,8 @@ class Database:
         if self._closed:
             raise LedgerUnavailable("This Database is closed.", category="ledger_closed")
         self._local.connection = connection = self._open(read_only=self.read_only)
-        self._all.add(connection)
+        with self._all_lock:
+            self._all.add(connection)
         return connection
 
     def _open(self, *, read_only: bool) -> Connection:
@@ -175,7 +177,9 @@ class Database:
     def close(self) -> None:
         """Close every thread's connection. Idempotent."""
         self._closed = True
-        for connection in list(self._all):
+        with self._all_lock:
+            connections = list(self._all)
+        for connection in connections:
             connection.close()
         self._local = threading.local()
 

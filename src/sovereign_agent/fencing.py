@@ -308,18 +308,19 @@ def release_execution_attempt(
     *,
     becomes: AssignmentState = AssignmentState.FAILED,
     now: datetime | None = None,
-) -> bool:
+) -> str | None:
     """Clear the fence: the assignment leaves RUNNING for `becomes` and the attempt leaves ACTIVE for `status`.
 
-    False, and nothing changed, when `attempt_id` is not the assignment's current attempt.
+    Returns the id of the statement of work; None, and nothing changed, when `attempt_id` is not the assignment's
+    current attempt.
     """
     # The attempt's row before its assignment's, as everywhere: two enders must wait, not deadlock.
     connection.execute("SELECT 1 FROM execution_attempts WHERE id = ? <for update>", (attempt_id,))
     at = now or connection.now()
-    if not outcomes.stop_assignment(connection, assignment_id, attempt_id, becomes, now=at):
-        return False
-    _close_attempt(connection, attempt_id, status)
-    return True
+    sow_id = outcomes.stop_assignment(connection, assignment_id, attempt_id, becomes, now=at)
+    if sow_id:
+        _close_attempt(connection, attempt_id, status)
+    return sow_id
 
 
 def end_attempt(
@@ -337,13 +338,13 @@ def end_attempt(
     `becomes` overrides the state that the receipt's status stands for (a canceled run's).
     """
     assignment_state, sow_state = AFTER_RECEIPT[receipt.status]
-    if not release_execution_attempt(
+    sow_id = release_execution_attempt(
         connection, attempt.assignment_id, attempt.id, status, becomes=becomes or assignment_state, now=now
-    ):
+    )
+    if not sow_id:
         return False
     recovered = ["assignment.recovered"] * (status is AttemptStatus.RECOVERED)
     _record_end(connection, attempt, receipt, now, "assignment.finished", *recovered)
-    sow_id = outcomes.get_assignment(connection, attempt.assignment_id).sow_id
     outcomes.move_sow(connection, sow_id, (SowState.RUNNING,), sow_state, actor=attempt.actor_id, now=now)
     return True
 

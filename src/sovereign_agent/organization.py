@@ -249,7 +249,10 @@ class Organization:
     def _end_run(self, assignment: Assignment, attempt: ExecutionAttempt, receipt: Receipt) -> Receipt:
         written = runs.finish(self.db, attempt, receipt)
         try:
-            runs.apply_workspace_policy(self.db, self.root, attempt.id, assignment.workspace_policy, written)
+            reclaim = runs.apply_workspace_policy(self.root, attempt.id, assignment.workspace_policy, written)
+            if reclaim.status != "partial":
+                with self.db.transaction() as connection:
+                    fencing.close_workspace(connection, attempt.id)
         except (SovereignError, OSError) as error:  # the result is durable: what is left is a later tick's
             log.warning("the folder of %s is left to the supervisor: %s", attempt.id, error)
         return written

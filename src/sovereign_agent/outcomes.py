@@ -1,10 +1,10 @@
-"""Outcomes: the governed life of work. Home of outcomes, sows, assignments, evidence, verifications, reviews,
-acceptances and rulings.
+"""Outcomes: the governed life of work.
 
-Every move is one compare-and-set: the WHERE clause names the states it may start from, and `rowcount` is the
-answer. This room does not ask who may do a thing (`organization` does) and does not hold authority over a
-run (`fencing` does, and calls this room to move the pointer in `assignments`). All functions take the
-caller's open connection and never commit.
+Home of outcomes, sows, assignments, evidence, verifications, reviews, acceptances and rulings. Every move is one
+compare-and-set: the WHERE clause names the states it may start from, and the rows it changed are the answer. This
+room does not ask who may do a thing (`organization` does) and does not hold authority over a run (`fencing` does,
+and calls this room to move the pointer in `assignments`). All functions take the caller's open connection and
+never commit.
 """
 
 from __future__ import annotations
@@ -300,7 +300,8 @@ def stop_assignment(
 ) -> str | None:
     """RUNNING -> `to`, and the pointer cleared, if and only if `attempt_id` is still the current attempt.
 
-    Returns the id of its statement of work, or None when it was not and nothing changed. The one statement is both the terminal write and the fence check. Only `fencing` calls this.
+    Returns the id of its statement of work; None, and nothing changed, when it is not. The one statement is both
+    the terminal write and the fence check. Only `fencing` calls this.
     """
     stopped = connection.execute(
         """

@@ -35,15 +35,16 @@ def send(db: Database, sender: str, recipient: str, subject: str, body: str, *, 
     message_id = new_id("msg")
     with db.transaction() as connection:
         now = db.now(clock)
-        connection.execute(
+        sent = connection.execute(
             """
             INSERT INTO messages (id, sender, recipient, subject, body, state, ready_at, created_at)
             VALUES (?, ?, ?, ?, ?, 'NEW', ?, ?)
+            RETURNING *
             """,
             (message_id, sender, recipient, subject, body, micros(now), micros(now)),
         )
         journal.record(connection, "message.sent", message_id, actor=sender, at=now, detail={"to": recipient})
-        return _get(connection, message_id)
+        return _message(sent.rows[0])
 
 
 def inbox(db: Database, actor_id: str, *, limit: int = 100, clock: Clock | None = None) -> list[Message]:
@@ -102,7 +103,7 @@ def claim(
     """
     with db.transaction() as connection:
         message = _addressed(connection, message_id, actor_id)
-        if _is_own_claim(message, actor_id, db.now(clock)):
+        if message.claim_owner == actor_id and _is_own_claim(message, actor_id, db.now(clock)):
             return message
         token = next_token(connection)
         now = db.now(clock)
@@ -113,13 +114,15 @@ def claim(
                    deliveries = deliveries + 1
              WHERE id = ? AND recipient = ? AND deliveries < ?
                AND (state = 'NEW' OR (state = 'CLAIMED' AND claim_expires_at <= ? AND claim_expires_at >= 0))
+            RETURNING *
             """,
             (actor_id, token, micros(now + ttl), message_id, actor_id, MAX_DELIVERIES, micros(now)),
-        )
-        message = _get(connection, message_id)
-        if taken.rowcount == 1:
+        ).fetchone()
+        if taken:
             journal.record(connection, "message.claimed", message_id, actor=actor_id, at=now, detail={"token": token})
-        elif not _is_own_claim(message, actor_id, now):
+            return _message(taken)
+        message = _get(connection, message_id)
+        if not _is_own_claim(message, actor_id, now):
             raise _not_claimable(message)
         return message
 
@@ -151,13 +154,14 @@ def _settle(
             """
             UPDATE messages SET state = ?
              WHERE id = ? AND state = 'CLAIMED' AND claim_owner = ? AND fencing_token = ?
+            RETURNING *
             """,
             (to, message_id, actor_id, fencing_token),
-        )
-        if settled.rowcount != 1:
+        ).fetchone()
+        if settled is None:
             raise _stale(_get(connection, message_id), fencing_token)
         journal.record(connection, f"message.{to.value.lower()}", message_id, actor=actor_id, at=db.now(clock))
-        return _get(connection, message_id)
+        return _message(settled)
 
 
 def sweep_expired_claims(db: Database, clock: Clock | None = None, *, batch: int = 100) -> list[str]:

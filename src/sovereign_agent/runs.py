@@ -153,13 +153,11 @@ def revoke(connection: Connection, attempt: ExecutionAttempt, actor_id: str, *, 
     return True
 
 
-def apply_workspace_policy(
-    db: Database, root: Path, attempt_id: str, policy: str, receipt: Receipt
-) -> workspace.Reclaim:
-    """Copy a durable receipt to disk and reclaim the run's folder. Changes no state of the work.
+def apply_workspace_policy(root: Path, attempt_id: str, policy: str, receipt: Receipt) -> workspace.Reclaim:
+    """Copy a durable receipt to disk and reclaim the run's folder. Changes nothing in the ledger.
 
-    Only for an attempt that has ended in the ledger. ``partial`` leaves the rest to a later tick. Raises
-    PolicyRefusal (``unknown_workspace_policy``, ``symlinked_workspace_root``) and touches nothing.
+    Only for an attempt that has ended there. ``partial`` leaves the rest to a later tick. Raises PolicyRefusal
+    (``unknown_workspace_policy``, ``symlinked_workspace_root``) and touches nothing.
     """
     workspace.check_policy(policy)
     unwritten: tuple[str, ...] = ()
@@ -172,8 +170,6 @@ def apply_workspace_policy(
     reclaim = workspace.reclaim_workspace(root, attempt_id, policy)
     if unwritten or reclaim.status == "partial":
         return workspace.Reclaim("partial", unwritten + reclaim.leftovers)
-    with db.transaction() as connection:
-        fencing.close_workspace(connection, attempt_id)
     return reclaim
 
 

@@ -152,22 +152,27 @@ def _apply_workspace_policies(org: Organization, problems: list[str]) -> None:
     """
     last = ""
     while page := fencing.attempts_to_reclaim(org.db.connection, after=last, limit=RECOVERY_BATCH):
-        for last, policy in page:
-            try:
-                trouble = _apply_workspace_policy(org, last, policy)
-            except (Contention, LedgerUnavailable):
-                raise
-            except Exception as error:  # noqa: BLE001 - as above; the other folders are dealt with all the same
-                trouble = str(error)
-            if trouble:
-                problems.append(f"The folder of attempt {last} is not dealt with: {trouble}")
+        dealt_with = [attempt_id for attempt_id, policy in page if _deal_with_folder(org, attempt_id, policy, problems)]
+        with org.db.transaction() as connection:
+            for attempt_id in dealt_with:
+                fencing.close_workspace(connection, attempt_id)
+        last, _ = page[-1]
 
 
-def _apply_workspace_policy(org: Organization, attempt_id: str, policy: str) -> str:
-    receipt = journal.receipt_of_attempt(org.db.connection, attempt_id)
-    if receipt is None:
-        return "it has ended without a receipt"
-    return ", ".join(runs.apply_workspace_policy(org.db, org.root, attempt_id, policy, receipt).leftovers)
+def _deal_with_folder(org: Organization, attempt_id: str, policy: str, problems: list[str]) -> bool:
+    try:
+        receipt = journal.receipt_of_attempt(org.db.connection, attempt_id)
+        if receipt is None:
+            problems.append(f"Attempt {attempt_id} has ended without a receipt.")
+            return False
+        reclaim = runs.apply_workspace_policy(org.root, attempt_id, policy, receipt)
+    except (Contention, LedgerUnavailable):
+        raise
+    except Exception as error:  # noqa: BLE001 - as above; the other folders are dealt with all the same
+        problems.append(f"The folder of attempt {attempt_id} cannot be dealt with: {error}")
+        return False
+    problems += [f"In the folder of attempt {attempt_id} is left: {what}" for what in reclaim.leftovers]
+    return reclaim.status != "partial"
 
 
 @contextmanager

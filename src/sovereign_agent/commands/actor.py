@@ -9,7 +9,7 @@ import typer
 from sovereign_agent.commands.options import HERE, ActorId, By, Json, Root, opened
 from sovereign_agent.commands.printing import answer, entry
 
-app = typer.Typer(help="The actors of sovereign.toml, and what each is leased to.")
+app = typer.Typer(help="See who there is, and who works for whom.")
 
 
 @app.command("list")

@@ -30,6 +30,7 @@ from typing import Any, TextIO, TypeVar
 import tomlkit
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from sovereign_agent import fencing, journal, outcomes, supervisor, workspace
 from sovereign_agent.clock import monotonic
@@ -178,8 +179,6 @@ class CrashDemo:
         (run.path / "go-on").touch()
         worker.send_signal(signal.SIGCONT)
         _, stderr = worker.communicate(timeout=DEADLINE_SECONDS)
-        if not stderr.strip():
-            print("DEBUG", worker.returncode, outcomes.get_assignment(org.db.connection, assignment.id), journal.receipts_of(org.db.connection, assignment.id), journal.events_of(org.db.connection, assignment.id))
         written = len(before ^ _canonical_rows(org))
         refusal = json_text.loads(stderr)["error"]["category"]
         self.say(f"It tries to record its result and is refused: {refusal}. Rows it wrote: {written}.")
@@ -236,7 +235,9 @@ class CrashDemo:
 
     def say(self, text: str) -> None:
         """One line of the story, with the seconds since its beginning."""
-        self.console.print(f"[dim]{monotonic() - self.started:5.1f} s[/dim]  {escape(text)}")
+        line = Table.grid(padding=(0, 2))
+        line.add_row(f"[dim]{monotonic() - self.started:5.1f} s[/dim]", escape(text))
+        self.console.print(line)
 
 
 def _configure(folder: Path) -> None:

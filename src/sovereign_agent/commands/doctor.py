@@ -9,7 +9,9 @@ from sovereign_agent.commands.printing import answer, entry
 
 
 def doctor(*, root: Root = HERE, json: Json = False) -> None:
-    """Look at the settings, the ledger, the providers and whatever waits for recovery. It mends nothing.
+    """Tell what is in place, and how to mend what is not.
+
+    Settings, providers, ledger, and whatever waits for recovery. It mends nothing itself.
 
     Ends with 2 if the settings cannot be used and with 4 if the ledger cannot; what only warns ends with 0.
     """

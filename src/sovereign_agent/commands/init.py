@@ -30,11 +30,11 @@ def init(*, ledger: Ledger = "", root: Root = HERE, json: Json = False) -> None:
     existing = _existing(root)
     with closing(existing or Organization.init(root, ledger_url=ledger)) as org:
         place, engine, ledger = str(org.root), org.db.engine, org.settings.ledger.url or str(org.db.path)
-    sentence = "Nothing was changed: there is an organization at" if existing else "An organization was made at"
+    sentence = "Nothing was changed: there is an organization at" if existing else "An organization is ready at"
     elsewhere = "" if Path.cwd() == Path(place) else f" --root {shlex.quote(place)}"
     following = f"sovereign-agent outcome new TITLE --desired TEXT --owner principal-human{elsewhere}"
     facts = [("ledger", ledger), ("look", f"{place}/sovereign.toml"), ("next", "" if existing else following)]
-    document = {"root": place, "created": not existing, "engine": engine, "ledger": ledger}
+    document = {"root": place, "changed": not existing, "engine": engine, "ledger": ledger}
     answer(document, entry(f"{sentence} {place}.", facts), as_json=json)
 
 

@@ -9,7 +9,7 @@ import typer
 from sovereign_agent.commands.options import HERE, By, Json, OutcomeId, Root, SowId, opened
 from sovereign_agent.commands.printing import answer, entry
 
-ruling = typer.Typer(help="What a principal decides about work that could not go on.")
+ruling = typer.Typer(help="Answer what work could not decide for itself.")
 
 
 def verify(
@@ -19,15 +19,16 @@ def verify(
     root: Root = HERE,
     json: Json = False,
 ) -> None:
-    """Check work against its receipt, or an outcome against its checks. Ends with 1 if something does not hold."""
+    """Check work by its receipt, or an outcome by its checks. Ends with 1 if something does not hold."""
     with opened(root) as org:
         whole = subject.startswith("out_")
-        verdicts = dict(org.verify_outcome(subject, by)) if whole else {"receipt": org.verify_sow(subject, by)}
-    holds = all(verdict.passed for verdict in verdicts.values())
+        verdicts = org.verify_outcome(subject, by) if whole else [("receipt", org.verify_sow(subject, by))]
+    holds = all(verdict.passed for _, verdict in verdicts)
     following = "" if whole or not holds else f"sovereign-agent review {subject} --by ACTOR"
-    told = [(name, f"{'holds' if verdict.passed else 'fails'}: {verdict.reason}") for name, verdict in verdicts.items()]
+    told = [(name, f"{'holds' if verdict.passed else 'fails'}: {verdict.reason}") for name, verdict in verdicts]
+    checks = [{"name": name, "verdict": verdict} for name, verdict in verdicts]
     text = entry(f"{subject} {'holds' if holds else 'does not hold'}.", [*told, ("next", following)])
-    answer({"subject": subject, "passed": holds, "checks": verdicts}, text, as_json=json)
+    answer({"subject": subject, "passed": holds, "checks": checks}, text, as_json=json)
     raise typer.Exit(0 if holds else 1)
 
 

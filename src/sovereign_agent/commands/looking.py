@@ -27,7 +27,7 @@ def inspect(
     root: Root = HERE,
     json: Json = False,
 ) -> None:
-    """Show everything about one record: itself, its attempts, receipts, evidence and events."""
+    """Show everything about one record. Its attempts, receipts, evidence and events follow it."""
     from sovereign_agent.commands import views
 
     with opened(root, read_only=True) as org:

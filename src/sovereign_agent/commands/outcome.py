@@ -9,7 +9,7 @@ import typer
 from sovereign_agent.commands.options import HERE, By, Json, OutcomeId, Root, opened
 from sovereign_agent.commands.printing import answer, entry
 
-app = typer.Typer(help="What is wanted: write it down, and let work towards it begin.")
+app = typer.Typer(help="Write down what is wanted, and let work begin.")
 
 
 @app.command("new")

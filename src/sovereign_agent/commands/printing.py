@@ -34,7 +34,7 @@ def entry(sentence: str, facts: Facts = (), *, indent: int = 0) -> str:
 def plain(value: object) -> str:
     """The text of a value, with each character that a terminal would obey, or not show, as its escape."""
     text = f"{value:%Y-%m-%d %H:%M:%S} UTC" if isinstance(value, datetime) else str(value)
-    return "".join([c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text])
+    return "".join([c if c.isprintable() else c.encode("unicode_escape").decode() for c in text])
 
 
 def to_json(document: Any, *, indent: int | None = 2) -> str:

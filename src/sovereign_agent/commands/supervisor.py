@@ -19,11 +19,11 @@ def supervisor(
     root: Root = HERE,
     json: Json = False,
 ) -> None:
-    """Recover what dead workers left behind, in the foreground, until SIGINT or SIGTERM.
+    """Recover what dead workers left behind, until interrupted.
 
-    This is the supervisor loop itself: it ends attempts that have run out and gives claims back, and it begins no
-    work. Starting it with the machine, restarting it and keeping its output is hosting a service, and that is the
-    operating system's (systemd, launchd, a container), not this program's.
+    This is the supervisor loop itself, in the foreground: it ends attempts that have run out and gives claims back,
+    and it begins no work. Starting it with the machine, restarting it and keeping its output is hosting a service,
+    and that is the operating system's (systemd, launchd, a container), not this program's.
     """
     from sovereign_agent.supervisor import run
 

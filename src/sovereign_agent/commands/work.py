@@ -27,7 +27,7 @@ def plan(
     root: Root = HERE,
     json: Json = False,
 ) -> None:
-    """Write a statement of work towards an outcome, ready to be assigned."""
+    """Write a statement of work, ready to be assigned."""
     from sovereign_agent import outcomes
     from sovereign_agent.records import OutcomeState
 
@@ -61,7 +61,7 @@ def assign(
     root: Root = HERE,
     json: Json = False,
 ) -> None:
-    """Give a statement of work to an actor; again, after it failed, blocked or was rejected."""
+    """Give a statement of work to an actor. Again, too, after it failed, blocked or was rejected."""
     with opened(root) as org:
         assignment = org.assign(sow, actor, by, workspace_policy=workspace)
     facts = [("for", assignment.actor_id), ("next", f"sovereign-agent run {assignment.id}")]
@@ -73,11 +73,13 @@ def run(assignment: AssignmentId, *, root: Root = HERE, json: Json = False) -> N
 
     Ends with 0 if the work is completed, with 1 if it is blocked or failed. SIGINT and SIGTERM are recorded.
     """
-    from sovereign_agent import outcomes
+    from sovereign_agent import outcomes, providers
     from sovereign_agent.commands.waiting import waiting
     from sovereign_agent.records import ReceiptStatus
 
     with _sigterm_interrupts(), opened(root) as org:
+        for settings in org.settings.providers.values():
+            providers.build(settings)  # imported now: an interruption that lands in an import can get lost there
         with waiting(org, assignment):
             receipt = org.run_assignment(assignment)
         sow = outcomes.get_assignment(org.db.connection, assignment).sow_id

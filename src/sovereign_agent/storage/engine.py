@@ -192,7 +192,7 @@ class Connection(ABC):
             self._undo()  # a second interrupt kept Transaction.__del__ from it
 
     def _require_open(self) -> None:
-        if self._first_error is None and self.in_transaction:
+        if self._owner is not None and self._first_error is None and self.in_transaction:
             return
         raise LedgerFault(
             "The transaction had already ended, so nothing of it was committed.",

@@ -35,7 +35,7 @@ _SCHEMA_WORDS = {
 _LEDGER_LOCK = "SELECT pg_advisory_xact_lock(hashtextextended('sovereign-agent ledger ' || current_schema(), 0))"
 _HOLDER = """
 SELECT a.pid, a.application_name, a.state FROM pg_locks l JOIN pg_stat_activity a USING (pid)
- WHERE l.locktype = 'advisory' AND l.granted AND a.pid <> pg_backend_pid()
+ WHERE l.locktype = 'advisory' AND l.granted AND a.pid <> %s
    AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
    AND (l.classid::bigint << 32) + l.objid::bigint
        = hashtextextended('sovereign-agent ledger ' || current_schema(), 0)
@@ -136,9 +136,14 @@ class PostgresConnection(Connection):
         self._raw.close()
 
     def _connect(self) -> psycopg.Connection[NamedRow]:
+        # Nothing is prepared: a plan kept by this session would fail once another host has added a column.
         try:
             return psycopg.Connection[NamedRow].connect(
-                **self._conninfo, autocommit=True, row_factory=_named_rows, context=_ADAPTERS
+                **self._conninfo,
+                autocommit=True,
+                prepare_threshold=None,
+                row_factory=_named_rows,
+                context=_ADAPTERS,
             )
         except psycopg.Error as error:
             raise self._translated(error) from error
@@ -161,7 +166,7 @@ class PostgresConnection(Connection):
         # One simple-protocol message, one round trip. After it the lock is ours or an error is.
         begin = cast("LiteralString", f"BEGIN; {_LEDGER_LOCK}" if ledger_lock else "BEGIN")
         try:
-            self._raw.execute(begin, prepare=False)
+            self._raw.execute(begin)
         except psycopg.Error as error:
             if not self._raw.closed:
                 self._abandon()
@@ -214,7 +219,7 @@ class PostgresConnection(Connection):
         """Who holds the ledger lock, asked on a session of its own, because ours has just failed."""
         try:
             with psycopg.connect(**self._conninfo, autocommit=True) as other:
-                row = other.execute(_HOLDER).fetchone()
+                row = other.execute(_HOLDER, (self._raw.info.backend_pid,)).fetchone()
         except psycopg.Error:
             return ""
         return f"; the ledger lock is held by backend {row[0]} ({row[1]}, {row[2]})" if row else ""
@@ -250,7 +255,7 @@ def _conninfo(url: str, patience: timedelta, *, read_only: bool) -> dict[str, An
     }
     ours = " ".join(f"-c {name}={value}" for name, value in session.items())
     defaults = {
-        "application_name": f"sovereign-agent {socket.gethostname()}:{os.getpid()}",
+        "application_name": f"sovereign-agent {os.getpid()}@{socket.gethostname()}",
         "connect_timeout": "10",
         "keepalives_idle": "10",
         "keepalives_interval": "5",

@@ -55,16 +55,16 @@ _SESSION = (
     "recursive_triggers = ON",
     "trusted_schema = OFF",
     "synchronous = FULL",
+    "fullfsync = ON",  # on macOS a plain one stops at the drive's cache; elsewhere it means nothing
     f"journal_size_limit = {WAL_LIMIT_BYTES}",
     "schema_version",  # the first look into the file: whatever is wrong with it shows here
 )
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _WITH = re.compile(r"(?:\s|--[^\n]*\n)*WITH\b", re.IGNORECASE)
-_creating = threading.Lock()
-"""Held while this process makes a ledger file: closing the new file would drop the locks of a thread that has
-opened it meanwhile."""
 _WORDS = {"<for update>": "", "<for share>": "", "<skip locked>": ""}
 _SCHEMA_WORDS = {"<identity>": "INTEGER PRIMARY KEY AUTOINCREMENT", "<integer>": "INTEGER", "<strict>": "STRICT"}
+_creating = threading.Lock()
+"""Held while this process makes a ledger file: closing the new file drops the locks of a thread that has opened it."""
 
 
 @lru_cache(maxsize=1024)

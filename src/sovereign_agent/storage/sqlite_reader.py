@@ -13,13 +13,15 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from sovereign_agent.clock import moment
+from sovereign_agent.clock import moment, monotonic
 from sovereign_agent.errors import Contention, SovereignError
 from sovereign_agent.storage.engine import Result, Value
 from sovereign_agent.storage.sqlite import SQLiteConnection, status_of
 
 CLOCK_TICK = timedelta(milliseconds=20)
 """Longer than a file system's clock stands still: two changes that far apart have different times."""
+
+_HALF_MADE = (sqlite3.SQLITE_READONLY_RECOVERY, sqlite3.SQLITE_READONLY_CANTINIT, sqlite3.SQLITE_READONLY_CANTLOCK)
 
 Look = tuple[tuple[int, int, int] | None, ...]
 
@@ -31,6 +33,7 @@ class SQLiteReader(SQLiteConnection):
     """What the files looked like, while only looking tells that nobody writes; None while SQLite's locks do."""
 
     def _connect(self) -> sqlite3.Connection:
+        deadline = monotonic() + self._patience.total_seconds()
         while True:
             self._quiet, mode = None, "mode=ro"
             ledger, wal, shm, journal = seen = look(self.path)
@@ -43,16 +46,17 @@ class SQLiteReader(SQLiteConnection):
                     time.sleep(CLOCK_TICK.total_seconds())
             try:
                 return self._connect_as(mode)
-            except SovereignError:
-                if look(self.path) == seen:
+            except SovereignError as error:
+                if look(self.path) == seen and not _passing(error, deadline):
                     raise
 
     def _run(self, sql: str, params: tuple[Value, ...]) -> Result:
+        deadline = monotonic() + self._patience.total_seconds()
         while True:
             try:
                 result = super()._run(sql, params)
-            except SovereignError:
-                if self._undisturbed():
+            except SovereignError as error:
+                if self._undisturbed() and not _passing(error, deadline):
                     raise
             else:
                 if self._undisturbed():
@@ -76,6 +80,14 @@ class SQLiteReader(SQLiteConnection):
 
     def _undisturbed(self) -> bool:
         return self._quiet is None or self._quiet == look(self.path)
+
+
+def _passing(error: SovereignError, deadline: float) -> bool:
+    """Whether a writer is just setting up the -shm; SQLite does not wait for that, so we do."""
+    passing = getattr(error.__cause__, "sqlite_errorcode", 0) in _HALF_MADE and monotonic() < deadline
+    if passing:
+        time.sleep(0.001)
+    return passing
 
 
 def look(path: Path) -> Look:

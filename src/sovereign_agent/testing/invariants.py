@@ -76,10 +76,10 @@ PROMISES = (
     ),
     Promise(
         "an assignment is what its last receipt says",
-        "Assignment {id} is {state}, but its last attempt is {status} with the receipt {receipt} {category}.",
+        "Assignment {id} is {state}, but its last attempt is {status}, with the receipt: {receipt}.",
         """
-        SELECT a.id, a.state, coalesce(l.status, 'none') AS status, coalesce(l.receipt, 'none') AS receipt,
-               coalesce(l.failure_category, '') AS category
+        SELECT a.id, a.state, coalesce(l.status, 'none') AS status,
+               coalesce(l.receipt || ' ' || l.failure_category, 'none') AS receipt
           FROM assignments a LEFT JOIN (
                SELECT e.assignment_id, e.status, r.status AS receipt, r.failure_category,
                       row_number() OVER (PARTITION BY e.assignment_id ORDER BY e.fencing_token DESC) AS place
@@ -111,17 +111,24 @@ PROMISES = (
     ),
     Promise(
         "another process knows only that an attempt is lost",
-        "Attempt {id} is {status}, and its receipt says {receipt} {failure_category}, which nobody could know.",
+        "Attempt {id} is {status}, with the receipt: {receipt}. Whoever wrote it could not know that.",
         """
         SELECT * FROM (
-            SELECT e.id, e.status, r.status AS receipt, r.failure_category, a.state,
+            SELECT e.id, e.status, a.state, r.status || ' ' || r.failure_category AS receipt,
                    row_number() OVER (PARTITION BY e.assignment_id ORDER BY e.fencing_token DESC) AS place
               FROM execution_attempts e JOIN receipts r ON r.attempt_id = e.id
                                         JOIN assignments a ON a.id = e.assignment_id) AS ended
-         WHERE CASE status
-               WHEN 'RECOVERED' THEN receipt <> 'failed' OR failure_category <>
-                    CASE WHEN place = 1 AND state = 'CANCELED' THEN 'interrupted' ELSE 'worker_lost' END
-               ELSE failure_category = 'worker_lost' END
+         WHERE CASE WHEN status <> 'RECOVERED' THEN receipt = 'failed worker_lost'
+                    WHEN place = 1 AND state = 'CANCELED' THEN receipt <> 'failed interrupted'
+                    ELSE receipt <> 'failed worker_lost' END
+        """,
+    ),
+    Promise(
+        "no attempt is lost before it has run out",
+        "Attempt {id} ran until {expires_at}, and its receipt worker_lost was written before, at {created_at}.",
+        """
+        SELECT e.id, e.expires_at, r.created_at FROM execution_attempts e JOIN receipts r ON r.attempt_id = e.id
+         WHERE r.failure_category = 'worker_lost' AND r.created_at < e.expires_at
         """,
     ),
     # --- attempts and their events
@@ -206,14 +213,16 @@ PROMISES = (
         """,
     ),
     Promise(
-        "a later attempt of an actor stands on no earlier lease",
-        "Attempt {id} of {actor_id} stands on lease token {lease}, after one that stood on {before}.",
+        "nobody begins or finishes a run on a lease that has passed to another",
+        "Attempt {id} of {actor_id} stands on lease token {lease}: {kind} happened to it when {greatest} was given.",
         """
-        SELECT id, actor_id, lease, before FROM (
-            SELECT id, actor_id, actor_lease_fencing_token AS lease,
-                   lag(actor_lease_fencing_token) OVER (PARTITION BY actor_id ORDER BY fencing_token) AS before
-              FROM execution_attempts) AS attempts
-         WHERE lease < before
+        SELECT * FROM (
+            SELECT e.id, e.actor_id, e.status, v.kind, e.actor_lease_fencing_token AS lease,
+                   max(e.actor_lease_fencing_token) OVER (PARTITION BY e.actor_id ORDER BY v.seq) AS greatest
+              FROM execution_attempts e JOIN events v ON v.subject = e.assignment_id
+               AND v.kind IN ('assignment.running', 'assignment.finished')
+               AND v.detail LIKE '%"attempt_id":"' || e.id || '"%') AS moments
+         WHERE lease < greatest AND (kind = 'assignment.running' OR status = 'DONE')
         """,
     ),
     Promise(

@@ -47,10 +47,10 @@ from sovereign_agent.testing import aftermath, workload
 from sovereign_agent.testing.workload import Life, Witness
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
-STRIKES = {signal.SIGKILL: 5, signal.SIGTERM: 2, signal.SIGSTOP: 1}
-"""What the executioner does, and how often: more stops, and everybody would stand still."""
+STRIKES = {signal.SIGKILL: 2, signal.SIGSTOP: 1, signal.SIGTERM: 1}
+"""What the executioner does, and how often."""
 
-LONGEST_REST_SECONDS = 0.15
+LONGEST_REST_SECONDS = 0.25
 LONGEST_STOP_SECONDS = 2.5 * workload.EXECUTION_ATTEMPT_SECONDS
 SELF_KILLERS = 0.3
 """How many of the living kill themselves, at the latest after so many ledger statements:"""
@@ -189,6 +189,9 @@ class Torture:
             time.sleep(self.dice.uniform(0.0, LONGEST_REST_SECONDS))
 
     def _strike(self, place: Place) -> None:
+        """Do something to whoever is there, unless it is stopped: it shall wake, and find out what it has lost."""
+        if place.wakes_at < math.inf:
+            return
         [number] = self.dice.choices([*STRIKES], weights=[*STRIKES.values()])
         self.signals[number.name] += 1
         place.send(number)
@@ -243,7 +246,7 @@ class Torture:
             "refusals": dict(Counter(str(fact["category"]) for fact in self.witness.told("refusal"))),
             "audits": len(self.witness.told("audit")),
             "problems": len(self.witness.told("problem")),
-            "violations": [*faults, *self.findings],
+            "violations": [*dict.fromkeys([*faults, *self.findings])],
         }
 
 

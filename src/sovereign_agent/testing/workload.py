@@ -27,16 +27,16 @@ from sovereign_agent import outcomes, relay, supervisor
 from sovereign_agent.clock import monotonic
 from sovereign_agent.configuration import FILE_NAME
 from sovereign_agent.database import Connection
-from sovereign_agent.errors import Contention, IllegalMove, Refusal
+from sovereign_agent.errors import AuthorityLost, Contention, IllegalMove, Refusal
 from sovereign_agent.organization import Organization
 from sovereign_agent.records import OutcomeState, Role, Sow, SowState
 from sovereign_agent.testing.invariants import violations
 from sovereign_agent.workspace import POLICIES
 
-ACTOR_LEASE_SECONDS = 0.8
-EXECUTION_ATTEMPT_SECONDS = 1.0
-CLAIM_TTL = timedelta(seconds=1)
-TICK_SECONDS = 0.1
+ACTOR_LEASE_SECONDS = 0.5
+EXECUTION_ATTEMPT_SECONDS = 0.7
+CLAIM_TTL = timedelta(seconds=0.7)
+TICK_SECONDS = 0.2
 AUDIT_SECONDS = 0.3
 PAUSE_SECONDS = 0.02
 OPEN_OUTCOMES = 8
@@ -46,7 +46,8 @@ DONE = {"report": {"status": "completed", "summary": "It is done.", "deliverable
 ENDINGS: tuple[list[dict[str, Any]], ...] = (
     *[[DONE]] * 6,
     [{"report": {"status": "blocked", "summary": "It is not clear.", "question": "Which one?"}}],
-    [DONE, {"sleep": 1.5 * EXECUTION_ATTEMPT_SECONDS}],  # outlasts its attempt, with a report that says completed
+    [DONE, {"sleep": ACTOR_LEASE_SECONDS}],  # outlasts its lease, but hardly its attempt
+    [DONE, {"sleep": 1.5 * EXECUTION_ATTEMPT_SECONDS}],  # outlasts both, with a report that says completed
     [DONE, {"exit": 1}],
     [],
 )
@@ -171,19 +172,27 @@ class Worker:
             self.plan()
 
     def answer(self, operator: str, message_id: str) -> None:
-        """Run the assignment that a message names, and settle the message."""
+        """Run the assignment that a message names, and settle the message, even if the run was lost meanwhile."""
         message = relay.claim(self.org.db, message_id, operator, ttl=CLAIM_TTL)
-        try:
-            receipt = self.org.run_assignment(message.body)
-            self.witness.tell("receipt", id=receipt.id, attempt=receipt.attempt_id, process=self.org.process_identity)
-        except IllegalMove as over:
-            self.witness.tell("refusal", category=over.category)
+        self.run(message.body)
         token = message.fencing_token or 0
         if self.happens(0.1):
             settled = relay.dead_letter(self.org.db, message)
         else:
             settled = relay.complete(self.org.db, message.id, operator, fencing_token=token)
         self.witness.tell("settled", id=settled.id, token=token, state=settled.state)
+
+    def run(self, assignment_id: str) -> None:
+        """Run an assignment, unless it is over."""
+        begun = monotonic()
+        try:
+            receipt = self.org.run_assignment(assignment_id)
+        except (IllegalMove, AuthorityLost) as refusal:
+            self.witness.tell("refusal", category=refusal.category)
+            if refusal.category == "actor_lease_lost" and monotonic() - begun < ACTOR_LEASE_SECONDS:
+                self.witness.tell("fault", text=f"Somebody took a lease that had not run out: {refusal}")
+        else:
+            self.witness.tell("receipt", id=receipt.id, attempt=receipt.attempt_id, process=self.org.process_identity)
 
     def plan(self) -> None:
         """Take the next step of some outcome, or want another one."""
@@ -236,10 +245,12 @@ class Worker:
                 time.sleep(PAUSE_SECONDS)
 
     def disturb(self, sow: Sow) -> None:
-        """Send the message about open work again (the first may be dead), or call the work off."""
+        """Call open work off, take it over, or send the message about it again: the first may be dead."""
         assignment = outcomes.assignments_of(self.org.db.connection, sow.id)[-1]
         if self.happens(0.05):
             self.org.cancel(assignment.id, "master-course")
+        elif sow.state is SowState.RUNNING and self.happens(0.5):
+            self.run(assignment.id)
         elif self.happens(0.1):
             self.org.send("master-course", assignment.actor_id, "Work for you, still", assignment.id)
         else:

@@ -1,0 +1,411 @@
+"""The torture kit: its checker names each broken promise, and a short torture on each engine breaks none."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ENGINES, Location, Server
+from support import eventually
+
+from sovereign_agent import fencing, organization, relay, supervisor
+from sovereign_agent.clock import ManualClock
+from sovereign_agent.database import Connection
+from sovereign_agent.errors import AuthorityLost
+from sovereign_agent.organization import Organization
+from sovereign_agent.providers.base import Envelope, Proposal
+from sovereign_agent.records import ReceiptStatus, Role
+from sovereign_agent.testing.invariants import PROMISES, violations
+from sovereign_agent.testing.workload import Witness
+
+OPERATOR, MASTER, PRINCIPAL = "operator-course", "master-course", "principal-human"
+FAR = timedelta(hours=1)
+COMPLETED = Proposal(ReceiptStatus.COMPLETED, "", "done", None)
+BLOCKED = Proposal(ReceiptStatus.BLOCKED, "", "a question", None)
+FAILED = Proposal(ReceiptStatus.FAILED, "missing_report", "nothing", None)
+
+Program = Proposal | Callable[[str], object]
+
+
+class Story:
+    """An organization in which everything that can happen has happened, told on a clock that stands still."""
+
+    def __init__(self, root: Path, ledger_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = ManualClock()
+        self.root = root
+        self.org = Organization.init(root, ledger_url=ledger_url, clock=self.clock)
+        self.programs: list[Program] = []
+        monkeypatch.setattr(organization, "invoke_actor", self._invoke)
+
+    def _invoke(self, _settings: object, envelope: Envelope, _folder: object) -> Proposal:
+        program = self.programs.pop(0)
+        if isinstance(program, Proposal):
+            return program
+        program(envelope.assignment_id)
+        return COMPLETED
+
+    def outcome(self) -> str:
+        wanted = self.org.create_outcome("wanted", "so", [], PRINCIPAL)
+        self.org.activate(wanted.id, PRINCIPAL)
+        return wanted.id
+
+    def sow(self, outcome_id: str, *programs: Program) -> str:
+        sow = self.org.create_sow(outcome_id, "scope", Role.OPERATOR, MASTER)
+        self.org.ready_sow(sow.id)
+        if programs:
+            self.run(sow.id, *programs)
+        return sow.id
+
+    def run(self, sow_id: str, *programs: Program) -> str:
+        self.programs += programs
+        assignment = self.org.assign(sow_id, OPERATOR, MASTER)
+        with suppress(AuthorityLost):
+            self.org.run_assignment(assignment.id)
+        return assignment.id
+
+    def accepted(self) -> None:
+        outcome_id = self.outcome()
+        sow_id = self.sow(outcome_id, COMPLETED)
+        self.org.verify_sow(sow_id, "verifier-course")
+        self.org.review(sow_id, "sparring-course", approve=False)
+        assignment_id = self.run(sow_id, COMPLETED)
+        with self.org.db.immediate() as connection:
+            self.org.record_effect(connection, assignment_id, "sale", {}, OPERATOR)
+        self.org.verify_sow(sow_id, "verifier-course")
+        self.org.review(sow_id, "sparring-course")
+        self.org.accept(outcome_id, PRINCIPAL)
+
+    def every_way_to_end(self) -> None:
+        outcome_id = self.outcome()
+        self.org.create_sow(outcome_id, "a draft", Role.OPERATOR, MASTER)
+        self.sow(outcome_id, BLOCKED)
+        self.sow(outcome_id, FAILED)
+        self.org.verify_sow(self.sow(outcome_id, COMPLETED), "verifier-course")
+        self.org.rule(self.sow(outcome_id, BLOCKED), "go on", PRINCIPAL)
+        self.org.cancel(self.org.assign(self.sow(outcome_id), OPERATOR, MASTER).id, PRINCIPAL)
+        self.sow(outcome_id, lambda assignment_id: self.org.cancel(assignment_id, PRINCIPAL))
+        self.sow(outcome_id, lambda _: self.recovered())
+        self.sow(outcome_id, self.taken_over, COMPLETED)
+        self.org.assign(self.sow(outcome_id), OPERATOR, MASTER)
+
+    def recovered(self) -> None:
+        self.clock.advance(FAR)
+        assert len(supervisor.tick(self.org).recovered_assignments) == 1
+
+    def taken_over(self, assignment_id: str) -> None:
+        self.clock.advance(FAR)
+        with closing(Organization(self.root, clock=self.clock)) as another:
+            assert another.run_assignment(assignment_id).status is ReceiptStatus.COMPLETED
+
+    def every_message(self) -> None:
+        db, clock = self.org.db, self.clock
+        new, claimed, done, dead, swept, spent = [self.org.send(MASTER, OPERATOR, "subject", "") for _ in range(6)]
+        for _ in range(relay.MAX_DELIVERIES):
+            relay.claim(db, spent.id, OPERATOR)
+            clock.advance(FAR)
+            relay.sweep_expired_claims(db)
+        relay.claim(db, swept.id, OPERATOR)
+        clock.advance(FAR)
+        relay.claim(db, swept.id, OPERATOR)
+        clock.advance(FAR)
+        relay.sweep_expired_claims(db)
+        relay.dead_letter(db, relay.claim(db, dead.id, OPERATOR))
+        relay.complete(db, done.id, OPERATOR, fencing_token=relay.claim(db, done.id, OPERATOR).fencing_token or 0)
+        relay.claim(db, claimed.id, OPERATOR)
+        assert relay.get_message(db, new.id).deliveries == 0
+
+    def still_running(self) -> None:
+        assignment = self.org.assign(self.sow(self.outcome()), OPERATOR, MASTER)
+        lease = fencing.acquire_actor_lease(self.org.db, OPERATOR, "proc_busy")
+        fencing.acquire_execution_attempt(self.org.db, assignment.id, OPERATOR, "proc_busy", lease.fencing_token)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    url = ""
+    if request.param == "postgresql":
+        server: Server = request.getfixturevalue("postgres")
+        url = server.fresh_url()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        told = Story(tmp_path_factory.mktemp("story"), url, monkeypatch)
+        told.accepted()
+        told.every_way_to_end()
+        told.every_message()
+        told.still_running()
+        yield told
+        told.org.close()
+
+
+class UndoError(Exception):
+    """Ends a transaction in which something was only tried."""
+
+
+def broken(story: Story, *statements: str) -> list[str]:
+    """What the checker says of the story's ledger once `statements` have broken it; they are undone again."""
+    connection, seen = story.org.db.connection, [""]
+    if story.org.db.engine == "sqlite":
+        connection.execute("PRAGMA foreign_keys = OFF")
+    with suppress(UndoError), story.org.db.immediate():
+        _without_triggers(connection, story.org.db.engine)
+        for statement in statements:
+            assert connection.execute(statement).rowcount > 0, f"nothing was broken by {statement}"
+        seen = violations(connection)
+        raise UndoError
+    return seen
+
+
+def _without_triggers(connection: Connection, engine: str) -> None:
+    if engine == "postgresql":
+        connection.execute("SET LOCAL session_replication_role = replica")
+        return
+    for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'"):
+        connection.execute(f"DROP TRIGGER {row[0]}")
+
+
+AGAIN = "INSERT INTO events (at, kind, subject, actor, detail) SELECT at, kind, subject, actor, detail FROM events"
+
+BREACHES: dict[str, list[str]] = {
+    "one receipt for each ended attempt": [
+        "DELETE FROM receipts WHERE status = 'blocked'",
+        "UPDATE execution_attempts SET status = 'DONE' WHERE status = 'ACTIVE'",
+        "UPDATE execution_attempts SET status = 'ACTIVE' WHERE status = 'RECOVERED'",
+    ],
+    "one attempt for each receipt": [
+        "UPDATE receipts SET actor_id = 'somebody' WHERE status = 'blocked'",
+        "UPDATE receipts SET assignment_id = (SELECT id FROM assignments WHERE state = 'RUNNING')",
+        "UPDATE receipts SET attempt_id = 'att_none' WHERE failure_category = 'missing_report'",
+    ],
+    "an active attempt is pointed at": [
+        "UPDATE assignments SET state = 'FAILED', current_execution_attempt = NULL WHERE state = 'RUNNING'",
+        "UPDATE assignments SET current_execution_attempt = 'att_none' WHERE state = 'RUNNING'",
+    ],
+    "a running assignment points at an active attempt": [
+        "UPDATE assignments SET current_execution_attempt = 'att_none' WHERE state = 'RUNNING'",
+        "UPDATE execution_attempts SET status = 'RECOVERED' WHERE status = 'ACTIVE'",
+        "UPDATE execution_attempts SET actor_id = 'somebody' WHERE status = 'ACTIVE'",
+        "UPDATE assignments SET state = 'RUNNING', current_execution_attempt = 'att_none' WHERE state = 'CREATED'",
+    ],
+    "an assignment is what its last receipt says": [
+        "UPDATE assignments SET state = 'COMPLETED' WHERE state = 'FAILED'",
+        "UPDATE assignments SET state = 'FAILED' WHERE state = 'BLOCKED'",
+        "UPDATE assignments SET state = 'BLOCKED' WHERE state = 'COMPLETED'",
+        "UPDATE assignments SET state = 'CANCELED' WHERE state = 'BLOCKED'",
+        "UPDATE assignments SET state = 'CREATED' WHERE state = 'BLOCKED'",
+        "UPDATE assignments SET state = 'COMPLETED' WHERE state = 'CREATED'",
+        "UPDATE receipts SET failure_category = 'worker_lost' WHERE failure_category = 'interrupted'",
+    ],
+    "an assignment has an end exactly when it has ended": [
+        "UPDATE assignments SET finished_at = NULL WHERE state = 'COMPLETED'",
+        "UPDATE assignments SET finished_at = 1 WHERE state = 'RUNNING'",
+    ],
+    "completed is said only by the process that ran a completed assignment": [
+        "UPDATE receipts SET status = 'completed', failure_category = '' WHERE failure_category = 'worker_lost'",
+        "UPDATE receipts SET status = 'completed', failure_category = '' WHERE failure_category = 'missing_report'",
+    ],
+    "another process knows only that an attempt is lost": [
+        "UPDATE receipts SET status = 'completed', failure_category = '' WHERE failure_category = 'worker_lost'",
+        "UPDATE receipts SET failure_category = 'timeout' WHERE failure_category = 'worker_lost'",
+        "UPDATE receipts SET failure_category = 'interrupted' WHERE failure_category = 'worker_lost'",
+        "UPDATE receipts SET failure_category = 'worker_lost' WHERE failure_category = 'interrupted'",
+        "UPDATE receipts SET failure_category = 'worker_lost' WHERE failure_category = 'missing_report'",
+    ],
+    "no attempt is lost before it has run out": [
+        "UPDATE execution_attempts SET expires_at = deadline WHERE status = 'RECOVERED'",
+    ],
+    "one assignment.running for each attempt": [
+        "DELETE FROM events WHERE kind = 'assignment.running'",
+        f"{AGAIN} WHERE kind = 'assignment.running'",
+    ],
+    "one assignment.finished for each attempt that ended its assignment": [
+        "DELETE FROM events WHERE kind = 'assignment.finished' AND detail LIKE '%completed%'",
+        f"{AGAIN} WHERE kind = 'assignment.finished' AND detail LIKE '%blocked%'",
+        "UPDATE events SET kind = 'assignment.finished' WHERE kind = 'assignment.recovered'",
+        "UPDATE receipts SET id = 'rcp_other' WHERE failure_category = 'missing_report'",
+    ],
+    "one assignment.recovered for each recovered attempt": [
+        "DELETE FROM events WHERE kind = 'assignment.recovered'",
+        f"{AGAIN} WHERE kind = 'assignment.recovered'",
+        "UPDATE events SET kind = 'assignment.recovered' WHERE kind = 'assignment.finished'",
+        "UPDATE receipts SET id = 'rcp_other' WHERE failure_category = 'interrupted'",
+    ],
+    "an event of a run names its attempt": [
+        "UPDATE events SET detail = '{}' WHERE kind = 'assignment.recovered'",
+        "UPDATE events SET subject = 'asg_none' WHERE kind = 'assignment.finished'",
+    ],
+    "a token is given once": [
+        "UPDATE messages SET fencing_token = (SELECT min(fencing_token) FROM execution_attempts) WHERE state = 'DONE'",
+        "UPDATE actor_leases SET fencing_token = (SELECT min(fencing_token) FROM execution_attempts)",
+        "UPDATE execution_attempts SET actor_lease_fencing_token = fencing_token WHERE status = 'ACTIVE'",
+        "UPDATE execution_attempts SET process_identity = 'proc_other' WHERE status = 'ACTIVE'",
+    ],
+    "no token is above the counter": [
+        "UPDATE lease_tokens SET value = value - 1",
+        "DELETE FROM lease_tokens",
+        "UPDATE messages SET fencing_token = 1000000 WHERE state = 'DONE'",
+    ],
+    "an attempt's token is greater than its lease's": [
+        "UPDATE execution_attempts SET actor_lease_fencing_token = fencing_token + 1 WHERE status = 'ACTIVE'",
+    ],
+    "nobody begins or finishes a run on a lease that has passed to another": [
+        "UPDATE execution_attempts SET actor_lease_fencing_token = 0 WHERE status = 'ACTIVE'",
+        f"{AGAIN} WHERE kind = 'assignment.finished' AND detail LIKE '%blocked%'",
+    ],
+    "a lease is no earlier than the attempts of its actor": ["UPDATE actor_leases SET fencing_token = 0"],
+    "a statement of work is what its last assignment makes it": [
+        "UPDATE sows SET state = 'READY' WHERE state = 'ASSIGNED'",
+        "UPDATE sows SET state = 'COMPLETED' WHERE state = 'FAILED'",
+        "UPDATE sows SET state = 'FAILED' WHERE state = 'APPROVED'",
+        "UPDATE sows SET state = 'FAILED' WHERE state = 'BLOCKED'",
+        "UPDATE sows SET state = 'ASSIGNED' WHERE state = 'RUNNING'",
+        "UPDATE sows SET state = 'VERIFIED' WHERE state = 'DRAFT'",
+    ],
+    "a statement of work is where its history left it": [
+        "UPDATE sows SET state = 'COMPLETED' WHERE state = 'VERIFIED'",
+        "DELETE FROM events WHERE kind LIKE 'sow.%'",
+    ],
+    "verified work was verified by somebody else": [
+        "DELETE FROM verifications",
+        "UPDATE verifications SET passed = 0",
+        "UPDATE verifications SET verifier_id = 'operator-course'",
+        "UPDATE verifications SET assignment_id = (SELECT min(assignment_id) FROM verifications)",
+    ],
+    "approved work was approved by somebody who neither planned nor did it": [
+        "DELETE FROM reviews",
+        "UPDATE reviews SET approved = 0 WHERE approved = 1",
+        "UPDATE reviews SET reviewer_id = 'operator-course' WHERE approved = 1",
+        "UPDATE reviews SET reviewer_id = 'master-course' WHERE approved = 1",
+        "UPDATE assignments SET planner_id = 'sparring-course'",
+        "UPDATE sows SET created_by = 'sparring-course'",
+    ],
+    "evidence of an effect is of completed work": [
+        "UPDATE evidence SET assignment_id = (SELECT id FROM assignments WHERE state = 'RUNNING')",
+        "UPDATE evidence SET sow_id = (SELECT id FROM sows WHERE state = 'RUNNING')",
+    ],
+    "an open outcome is what its work makes it": [
+        "UPDATE outcomes SET state = 'READY' WHERE state = 'AT_RISK'",
+        "UPDATE outcomes SET state = 'AT_RISK' WHERE state = 'ACTIVE'",
+        "UPDATE outcomes SET state = 'ACTIVE' WHERE state = 'ACCEPTED'",
+    ],
+    "accepted means that there is an acceptance": [
+        "DELETE FROM acceptances",
+        "UPDATE outcomes SET state = 'READY' WHERE state = 'ACCEPTED'",
+    ],
+    "accepted means that all of the work is approved": [
+        "UPDATE sows SET state = 'VERIFIED' WHERE state = 'APPROVED'",
+        "UPDATE sows SET state = 'CANCELED' WHERE state = 'APPROVED'",
+        "UPDATE outcomes SET state = 'ACCEPTED' WHERE state = 'AT_RISK'",
+    ],
+    "accepted means that somebody accepted who neither did nor reviewed the work": [
+        "UPDATE acceptances SET accepter_id = 'operator-course'",
+        "UPDATE acceptances SET accepter_id = 'sparring-course'",
+    ],
+}
+
+
+def test_a_ledger_in_which_everything_has_happened_keeps_every_promise(story: Story) -> None:
+    assert violations(story.org.db.connection) == []
+    with closing(Organization(story.root, read_only=True)) as reader:
+        assert violations(reader.db.connection) == []
+
+
+def test_no_promise_is_without_a_breach() -> None:
+    assert list(BREACHES) == [promise.name for promise in PROMISES]
+
+
+@pytest.mark.parametrize("name", BREACHES)
+def test_a_broken_promise_is_named(name: str, story: Story) -> None:
+    [sentence] = [promise.sentence for promise in PROMISES if promise.name == name]
+    named = re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(sentence)))
+    for statement in BREACHES[name]:
+        assert [each for each in broken(story, statement) if named.fullmatch(each)], statement
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE execution_attempts SET fencing_token = 1000000 WHERE fencing_token = 2",
+        "UPDATE execution_attempts SET fencing_token = 1 WHERE status = 'ACTIVE'",
+        "UPDATE events SET detail = '{\"token\":1}' WHERE kind = 'message.claimed'",
+    ],
+)
+def test_a_later_authority_under_a_smaller_token_is_named(statement: str, story: Story) -> None:
+    assert any(re.fullmatch(r"Event .+, has token \d+ after \d+\.", each) for each in broken(story, statement))
+
+
+@pytest.mark.parametrize(
+    ("statement", "named"),
+    [
+        ("UPDATE messages SET state = 'DONE' WHERE state = 'DEAD'", "but its history makes it"),
+        (
+            "UPDATE messages SET fencing_token = fencing_token + 1000 WHERE state = 'CLAIMED'",
+            "but its history makes it",
+        ),
+        ("UPDATE messages SET deliveries = deliveries + 1", "but its history makes it"),
+        (f"{AGAIN} WHERE kind = 'message.done'", "was DONE when message.done happened to it."),
+        (f"{AGAIN} WHERE kind = 'message.dead'", "was DEAD when message.dead happened to it."),
+        ("UPDATE events SET kind = 'message.done' WHERE kind = 'message.dead'", "but its history makes it"),
+        ("DELETE FROM events WHERE kind = 'message.sent'", "was unsent when message.claimed happened to it."),
+        ("UPDATE events SET kind = 'message.swept' WHERE kind = 'message.claimed'", "was NEW when message.swept"),
+        ("UPDATE events SET detail = '{\"token\":7}' WHERE kind = 'message.claimed'", "which do not only grow."),
+    ],
+)
+def test_a_message_that_is_not_what_its_history_makes_it_is_named(statement: str, named: str, story: Story) -> None:
+    assert any(each.startswith("Message ") and named in each for each in broken(story, statement))
+
+
+def torture(*options: str) -> list[str]:
+    return [sys.executable, "-m", "sovereign_agent.testing.torture", "--json", *options]
+
+
+def on(location: Location) -> list[str]:
+    return ["--root", str(location.root), *(["--ledger", location.ledger] * (location.engine == "postgresql"))]
+
+
+def test_whoever_is_killed_whenever_no_promise_is_broken(location: Location) -> None:
+    ended = subprocess.run(torture("--seconds", "8", *on(location)), capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    report: dict[str, Any] = json.loads(ended.stdout)
+    assert report["violations"] == []
+    assert report["ledger"] == location.engine
+    assert {"SIGKILL", "SIGSTOP", "SIGTERM", "after a statement"} <= {*report["signals"]}
+    assert {"completed", "failed worker_lost"} <= {*report["receipts"]}
+    assert report["audits"] > 0
+
+
+def test_an_interrupt_ends_the_torture_with_its_report(tmp_path: Path) -> None:
+    command = torture("--seconds", "60", "--root", str(tmp_path))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        eventually(lambda: Witness(tmp_path / "witness.jsonl").told("receipt"))
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (0, "")
+    assert json.loads(stdout)["seconds"] < 60
+
+
+def test_what_the_torture_finds_is_named_and_is_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / ".sovereign" / "runs" / "att_stranger").mkdir(parents=True)
+    ended = subprocess.run(
+        torture("--seconds", "0", "--root", str(tmp_path)), capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert [each.rpartition("/")[2] for each in json.loads(ended.stdout)["violations"]] == [
+        "att_stranger belongs to no attempt."
+    ]
+
+
+def test_a_ledger_that_cannot_be_reached_is_no_torture(tmp_path: Path) -> None:
+    unreachable = f"postgresql://nobody@/nothing?host={tmp_path}"
+    ended = subprocess.run(
+        torture("--root", str(tmp_path), "--ledger", unreachable), capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "cannot be used" in ended.stderr
