@@ -929,6 +929,38 @@ def test_of_four_processes_one_runs_an_assignment(at_work: Organization) -> None
     assert rows(at_work.db, "actor_leases") == []
 
 
+def test_eight_runs_of_one_actor_in_eight_threads_share_its_lease(at_work: Organization) -> None:
+    work = [governed_work(at_work)[2].id for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert [receipt.status for receipt in pool.map(at_work.run_assignment, work)] == ["completed"] * 8
+    assert rows(at_work.db, "actor_leases") == []
+
+
+def test_a_revoked_run_that_hangs_on_does_not_keep_its_own_process_from_the_actor(
+    at_work: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, sow, assignment = governed_work(at_work)
+    hanging, go_on = threading.Event(), threading.Event()
+
+    def hangs_once(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
+        if envelope.assignment_id == assignment.id:
+            hanging.set()
+            assert go_on.wait(60)
+        return works(settings, envelope, folder)
+
+    monkeypatch.setattr(organization, "invoke_actor", hangs_once)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(answer, at_work.run_assignment, assignment.id)
+        assert hanging.wait(30)
+        at_work.cancel(assignment.id, PRINCIPAL)
+        again = at_work.assign(sow.id, OPERATOR, MASTER)
+        assert at_work.run_assignment(again.id).status == "completed"
+        assert rows(at_work.db, "actor_leases") == []
+        go_on.set()
+        assert run.result(30) == "execution_attempt_lost"
+    assert judge_and_accept(at_work, outcome.id, sow.id) == "ACCEPTED"
+
+
 def reviewing(number: int, root: Path, sow_id: str) -> str:
     with closing(Organization(root)) as org:
         org.review(sow_id, SPARRING, approve=number == 0)

@@ -985,6 +985,28 @@ def test_sigint_in_the_middle_of_a_recovery_undoes_it_and_frees_the_ledger(org: 
     assert fresh_facts(org, assignment) == RECOVERED
 
 
+IN_A_FINALIZER = """
+import os, signal, sys
+from sovereign_agent import supervisor
+from sovereign_agent.organization import Organization
+from sovereign_agent.storage.engine import Transaction
+org, give_back = Organization(sys.argv[1]), Transaction.__del__
+
+def __del__(transaction):
+    os.kill(os.getpid(), signal.SIGINT)
+    give_back(transaction)
+
+Transaction.__del__ = __del__
+sys.exit(supervisor.run(org, interval=3600.0))
+"""
+
+
+def test_sigint_inside_a_finalizer_is_not_lost(org: Organization) -> None:
+    command = [sys.executable, "-c", IN_A_FINALIZER, str(org.root)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_a_busy_ledger_costs_the_loop_a_tick_and_a_broken_one_ends_it(
     org: Organization, monkeypatch: pytest.MonkeyPatch
 ) -> None:

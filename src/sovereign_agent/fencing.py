@@ -101,13 +101,12 @@ def acquire_actor_lease(
                SET process_identity = excluded.process_identity, fencing_token = excluded.fencing_token,
                    acquired_at = excluded.acquired_at, expires_at = excluded.expires_at
              WHERE actor_leases.expires_at <= ? AND actor_leases.expires_at >= 0
-            RETURNING *
             """,
             (actor_id, process_identity, token, micros(now), micros(now + ttl), micros(now)),
-        ).fetchone()
-        if taken is None:
+        )
+        if taken.rowcount != 1:
             raise _lease_held(connection, actor_id)
-        return _lease(taken)
+        return ActorLease(actor_id, process_identity, token, now, now + ttl)
 
 
 def renew_actor_lease(
@@ -249,7 +248,8 @@ def acquire_execution_attempt(
             outcomes.hand_over_assignment(connection, assignment_id, actor_id, held.id, attempt.id, now=now)
         else:
             outcomes.start_assignment(connection, assignment_id, actor_id, attempt.id, now=now)
-        return _insert_attempt(connection, attempt)
+        _insert_attempt(connection, attempt)
+    return attempt
 
 
 def active_attempt(connection: Connection, assignment_id: str) -> ExecutionAttempt | None:
@@ -449,19 +449,17 @@ def close_workspace(connection: Connection, attempt_id: str) -> None:
 # --- helpers ----------------------------------------------------------------------------------------------
 
 
-def _insert_attempt(connection: Connection, attempt: ExecutionAttempt) -> ExecutionAttempt:
+def _insert_attempt(connection: Connection, attempt: ExecutionAttempt) -> None:
     ids = (attempt.id, attempt.assignment_id, attempt.actor_id, attempt.process_identity)
     times = (micros(attempt.acquired_at), micros(attempt.expires_at), micros(attempt.deadline))
-    inserted = connection.execute(
+    connection.execute(
         """
         INSERT INTO execution_attempts (id, assignment_id, actor_id, process_identity, fencing_token,
                                         actor_lease_fencing_token, status, acquired_at, expires_at, deadline)
         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-        RETURNING *
         """,
         (*ids, attempt.fencing_token, attempt.actor_lease_fencing_token, attempt.status, *times),
     )
-    return _attempt(inserted.rows[0])
 
 
 def _close_attempt(connection: Connection, attempt_id: str, status: AttemptStatus) -> None:

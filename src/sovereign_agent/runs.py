@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -49,25 +50,24 @@ class Host:
         self._ttl = ttl
         self._lock = threading.Lock()
         self._leases: dict[str, ActorLease] = {}
-        self._runs: dict[str, int] = {}
+        self._runs: Counter[int] = Counter()  # by the token of the lease that they stand on
 
     @contextmanager
     def hosting(self, actor_id: str) -> Generator[ActorLease]:
         """Hold an actor's lease. Raises AlreadyHeld (``actor_lease_held``)."""
         with self._lock:
             lease = self._leases[actor_id] = self._take(actor_id)
-            self._runs[actor_id] = self._runs.get(actor_id, 0) + 1
+            self._runs[lease.fencing_token] += 1
         try:
             yield lease
         finally:
             with self._lock:
-                self._runs[actor_id] -= 1
-                if not self._runs[actor_id]:
-                    self._give_back(self._leases.pop(actor_id))
+                self._leave(lease)
 
     def _take(self, actor_id: str) -> ActorLease:
         held = self._leases.get(actor_id)
-        if held is None:
+        now = fencing.current_actor_lease(self._db, actor_id)
+        if held is None or now is None or now.fencing_token != held.fencing_token:
             return fencing.acquire_or_renew_actor_lease(self._db, actor_id, self._process_identity, ttl=self._ttl)
         try:
             return fencing.renew_actor_lease(
@@ -77,12 +77,18 @@ class Host:
             raise AlreadyHeld(
                 f"Actor {actor_id} was not leased.",
                 category="actor_lease_held",
-                why="Earlier runs of this process still stand on a lease of it that is over.",
+                why="Earlier runs of this process still stand on a lease of it that has run out.",
                 inspect="sovereign-agent actor list",
                 next_command="repeat the command when they have ended",
             ) from error
 
-    def _give_back(self, lease: ActorLease) -> None:
+    def _leave(self, lease: ActorLease) -> None:
+        self._runs[lease.fencing_token] -= 1
+        if self._runs[lease.fencing_token]:
+            return
+        del self._runs[lease.fencing_token]
+        if self._leases.get(lease.actor_id, lease).fencing_token == lease.fencing_token:
+            self._leases.pop(lease.actor_id, None)
         try:
             fencing.release_actor_lease(self._db, lease.actor_id, self._process_identity, lease.fencing_token)
         except SovereignError as error:  # it runs out by itself; how the run ended is already settled

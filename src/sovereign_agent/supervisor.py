@@ -95,7 +95,8 @@ def run(
         while not asked_to_stop():
             with suppress(Contention):
                 _tick_and_show(org, on_tick)
-            time.sleep(interval)
+            if not asked_to_stop():
+                time.sleep(interval)
     return 0
 
 
@@ -179,14 +180,16 @@ def _deal_with_folder(org: Organization, attempt_id: str, policy: str, problems:
 def _first_signal_interrupts() -> Generator[Callable[[], bool]]:
     """Let the first SIGINT or SIGTERM raise KeyboardInterrupt, and any further one do nothing.
 
-    Yields the answer to whether one came: an exception that lands in a finalizer is swallowed there. Only the
-    main thread may set handlers; elsewhere nothing is set.
+    Yields the answer to whether one came. Inside a finalizer nothing is raised, because it would be swallowed there,
+    with a trace. Only the main thread may set handlers; elsewhere nothing is set.
     """
     came: list[int] = []
 
-    def interrupt(number: int, _frame: FrameType | None) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         came.append(number)
-        if len(came) == 1:
+        while frame and frame.f_code.co_name != "__del__":
+            frame = frame.f_back
+        if len(came) == 1 and not frame:
             raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():

@@ -30,6 +30,7 @@ def findings(org: Organization, witness: Witness) -> list[str]:
     return [
         *_still_held(org),
         *violations(org.db.connection),
+        *_faults_of_our_own(org),
         *_lies_on_disk(org),
         *_broken_answers(org, witness),
         *_programs_left(org.root),
@@ -54,6 +55,12 @@ def _still_held(org: Organization) -> list[str]:
         if monotonic() > deadline:
             return [*(f"{row[0]} is still held, or still to be dealt with." for row in held), *report.problems]
         time.sleep(PAUSE_SECONDS)
+
+
+def _faults_of_our_own(org: Organization) -> list[str]:
+    """Runs that failed neither by their program nor by a signal, but inside this package."""
+    receipts = org.db.connection.execute("SELECT id, summary FROM receipts WHERE failure_category = 'internal_error'")
+    return [f"Receipt {row[0]} tells of a fault of our own: {row[1]}" for row in receipts]
 
 
 def _lies_on_disk(org: Organization) -> Iterator[str]:

@@ -53,8 +53,10 @@ STRIKES = {signal.SIGKILL: 2, signal.SIGSTOP: 1, signal.SIGTERM: 1}
 LONGEST_REST_SECONDS = 0.25
 LONGEST_STOP_SECONDS = 2.5 * workload.EXECUTION_ATTEMPT_SECONDS
 SELF_KILLERS = 0.3
-"""How many of the living kill themselves, at the latest after so many ledger statements:"""
+"""How many of the living kill themselves."""
+
 LATEST_STATEMENT = 150
+"""The last ledger statement after which they do."""
 
 PATIENCE_SECONDS = 15.0
 """How long the living get to end when the time is up."""
@@ -115,9 +117,9 @@ class Place:
 
     def start(self, life: Life) -> None:
         """Begin a life. Signals wait until the child can answer them."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
         self.process = multiprocessing.get_context("fork").Process(target=_live, args=(self.act, life))
         self.lives, self.killed, self.wakes_at = self.lives + 1, False, math.inf
-        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
         self.process.start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
 
@@ -162,6 +164,7 @@ class Torture:
     def play(self) -> dict[str, Any]:
         """Torture for the time that is given, or until ^C, and answer what was seen."""
         begun = monotonic()
+        self.witness.path.unlink(missing_ok=True)
         handlers = {number: signal.signal(number, signal.default_int_handler) for number in INTERRUPTS}
         try:
             with suppress(KeyboardInterrupt):
@@ -169,6 +172,8 @@ class Torture:
                 self._storm(begun + self.options.seconds)
             seconds = monotonic() - begun
         finally:
+            for number in INTERRUPTS:
+                signal.signal(number, signal.SIG_IGN)  # a second ^C must not leave anybody behind
             self._end_everybody()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -190,7 +195,7 @@ class Torture:
 
     def _strike(self, place: Place) -> None:
         """Do something to whoever is there, unless it is stopped: it shall wake, and find out what it has lost."""
-        if place.wakes_at < math.inf:
+        if place.wakes_at < math.inf or not place.lives_on():
             return
         [number] = self.dice.choices([*STRIKES], weights=[*STRIKES.values()])
         self.signals[number.name] += 1

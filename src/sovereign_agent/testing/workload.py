@@ -23,9 +23,8 @@ from typing import Any
 
 import tomlkit
 
-from sovereign_agent import outcomes, relay, supervisor
+from sovereign_agent import configuration, outcomes, providers, relay, supervisor
 from sovereign_agent.clock import monotonic
-from sovereign_agent.configuration import FILE_NAME
 from sovereign_agent.database import Connection
 from sovereign_agent.errors import AuthorityLost, Contention, IllegalMove, Refusal
 from sovereign_agent.organization import Organization
@@ -59,17 +58,17 @@ class Witness:
     """A file of statements that outlives whoever made them."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
 
     def tell(self, kind: str, **facts: str | int) -> None:
         """Add one statement, in a single write: whoever is killed has made it whole or not at all."""
         line = json.dumps({"kind": kind, **facts}) + "\n"
-        with self._path.open("ab", buffering=0) as file:
+        with self.path.open("ab", buffering=0) as file:
             file.write(line.encode())
 
     def told(self, kind: str) -> list[dict[str, Any]]:
         """All statements of one kind."""
-        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         return [fact for fact in map(json.loads, lines) if fact["kind"] == kind]
 
 
@@ -97,9 +96,12 @@ class Life:
 
 
 def prepare(root: Path, ledger: str, dice: random.Random) -> None:
-    """Make the organization: short leases, and operators of whom each has a program of its own."""
+    """Make the organization: short leases, and operators of whom each has a program of its own.
+
+    It also loads what a life would load, so that lives are spent on other things.
+    """
     Organization.init(root, ledger_url=ledger).close()
-    path = root / FILE_NAME
+    path = root / configuration.FILE_NAME
     document: Any = tomlkit.parse(path.read_text(encoding="utf-8"))
     document["authority"]["actor_lease_seconds"] = ACTOR_LEASE_SECONDS
     document["authority"]["execution_attempt_seconds"] = EXECUTION_ATTEMPT_SECONDS
@@ -107,6 +109,8 @@ def prepare(root: Path, ledger: str, dice: random.Random) -> None:
         document["actors"][operator] = {"role": "operator", "provider": operator, "authority": ["execute"]}
         document["providers"][operator] = {"kind": "scripted", "steps": [*_beginning(dice), *ending]}
     path.write_text(tomlkit.dumps(document), encoding="utf-8")
+    for provider in configuration.load(root).providers.values():
+        providers.build(provider)
 
 
 def _beginning(dice: random.Random) -> list[dict[str, Any]]:
