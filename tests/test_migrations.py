@@ -16,7 +16,7 @@ from support import answer, at_one_barrier, killed_after_statement, rows
 
 from sovereign_agent.clock import EPOCH
 from sovereign_agent.database import Database, Migration
-from sovereign_agent.errors import ConstraintBroken, LedgerFault, SchemaMismatch
+from sovereign_agent.errors import ConstraintBroken, LedgerFault, SovereignError
 from sovereign_agent.storage import migrate
 from sovereign_agent.storage.migrate import CORE, STAMPS, checksum, core_migrations
 
@@ -91,10 +91,10 @@ def expected_stamps(component: str, *migrations: Migration) -> list[tuple[Any, .
     return [(component, each.number, each.name, checksum(each), each.min_writer) for each in migrations]
 
 
-def refused(location: Location, **options: Any) -> SchemaMismatch:
+def refused(location: Location, **options: Any) -> SovereignError:
     """The refusal to open it, after seeing that opening has changed nothing."""
     before = contents(location)
-    with pytest.raises(SchemaMismatch) as caught:
+    with pytest.raises(SovereignError) as caught:
         location.open(**options)
     assert contents(location) == before
     return caught.value

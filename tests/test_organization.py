@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable
@@ -506,8 +507,11 @@ def test_nobody_can_write_between_the_check_and_the_acceptance(shop: Organizatio
 
         def try_to_slip_in(_: Connection) -> None:
             spoiler.append(pool.submit(spoil))
-            until_blocked(shop.db, spoiler[0])
-            seen.append("blocked")
+            try:
+                until_blocked(shop.db, spoiler[0])
+                seen.append("blocked")
+            except AssertionError:
+                seen.append("slipped in")
 
         spoiler: list[Any] = []
         in_the_check.append(try_to_slip_in)
@@ -697,8 +701,10 @@ def test_an_interrupted_run_is_recorded_and_then_the_interruption_goes_on(
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_inside_our_own_program_becomes_an_internal_error_receipt(
-    at_work: Organization, monkeypatch: pytest.MonkeyPatch, error: Exception
+    at_work: Organization, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
+    caplog.set_level(logging.CRITICAL, "sovereign_agent")  # half a character in a log is more than xdist can carry
+
     def fails(*_: Any) -> Proposal:
         raise error
 
@@ -771,7 +777,7 @@ def test_a_ledger_that_is_busy_for_seven_seconds_at_the_end_of_a_run_does_not_lo
 
         monkeypatch.setattr(session, "begin", noting)
         monkeypatch.setattr(organization, "invoke_actor", ends_while_the_ledger_is_busy)
-        assert at_work.run_assignment(assignment.id).status == "completed"
+        assert answer(at_work.run_assignment, assignment.id) == "done"
     assert busy == ["busy"]
     assert ledger_facts(at_work.db, assignment.id)["receipts"] == [("completed", "")]
 
@@ -829,8 +835,7 @@ def test_a_terminal_commit_whose_answer_was_lost_is_found_and_not_written_twice(
 
     monkeypatch.setattr(fencing, "finish_own_attempt", finish_and_lose_the_answer)
     _, _, assignment = governed_work(at_work)
-    receipt = at_work.run_assignment(assignment.id)
-    assert journal.receipts_of(at_work.db.connection, assignment.id) == [receipt]
+    assert answer(at_work.run_assignment, assignment.id) == "done"
     facts = ledger_facts(at_work.db, assignment.id)
     assert (facts["attempts"], facts["receipts"]) == (["DONE"], [("completed", "")])
     assert facts["events"].count("assignment.finished") == 1
@@ -857,7 +862,8 @@ def test_trouble_with_the_folder_after_the_end_is_no_trouble_with_the_result(
 
     monkeypatch.setattr(organization, "invoke_actor", moves_its_house)
     _, _, assignment = governed_work(at_work)
-    receipt = at_work.run_assignment(assignment.id)
+    assert answer(at_work.run_assignment, assignment.id) == "done"
+    (receipt,) = journal.receipts_of(at_work.db.connection, assignment.id)
     assert receipt.status == "completed"
     assert not list((at_work.root / "moved").rglob("receipt.json"))
     assert [receipt.attempt_id in problem for problem in tick(at_work).problems] == [True]

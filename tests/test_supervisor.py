@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib
 import itertools
 import json
 import os
@@ -24,14 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Location
 from support import (
     _processes,
     answer,
     at_one_barrier,
+    child,
     configure,
     eventually,
     governed_work,
+    heard,
     in_a_fresh_process,
     judge_and_accept,
     killed_after_statement,
@@ -40,13 +40,12 @@ from support import (
     works,
 )
 
-from sovereign_agent import fencing, journal, organization, outcomes, relay, runs, supervisor, workspace
+from sovereign_agent import fencing, journal, organization, outcomes, relay, supervisor, workspace
 from sovereign_agent.clock import ManualClock, micros
-from sovereign_agent.database import LEDGER_NAME, Connection
 from sovereign_agent.errors import Contention, LedgerUnavailable
 from sovereign_agent.fencing import ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL
 from sovereign_agent.organization import Organization
-from sovereign_agent.records import Assignment, AttemptStatus, ExecutionAttempt
+from sovereign_agent.records import Assignment, ExecutionAttempt
 from sovereign_agent.supervisor import tick
 
 WORKER = Path(__file__).parent / "fixtures" / "hard_kill_worker.py"
@@ -343,7 +342,7 @@ def test_workspace_reclaim_comes_after_the_recovery_is_durable(
     ],
 )
 def test_a_worker_sigkilled_anywhere_is_recovered_or_was_already_done(
-    org: Organization, dies_at: str, left: dict[str, Any], first_tick: dict[str, Any], recovered: bool
+    org: Organization, dies_at: str, left: dict[str, Any], first_tick: dict[str, Any], *, recovered: bool
 ) -> None:
     _, _, assignment = governed_work(org)
     worker = start_worker(org, assignment, dies_at)
@@ -574,7 +573,7 @@ def test_an_impossible_row_is_reported_left_alone_and_stops_nobody_else(
 
 @pytest.mark.parametrize(("expires_at", "recovered"), [(0, True), (253_402_300_799_999_999, False)])
 def test_an_attempt_with_an_absurd_expiry_is_judged_by_it_like_any_other(
-    org: Organization, expires_at: int, recovered: bool
+    org: Organization, expires_at: int, *, recovered: bool
 ) -> None:
     assignment, attempt = abandoned(org)
     other, _ = abandoned(org)
@@ -624,14 +623,12 @@ def test_a_folder_that_cannot_be_written_is_a_problem_and_a_later_tick_finishes_
 
 
 def two_ticks_as_nobody(root: str) -> tuple[Any, ...]:
-    importlib.import_module("sovereign_agent.storage.sqlite")  # while this user can still read the interpreter's files
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
-    org = Organization(root)
-    reports = [tick(org, FAR) for _ in range(2)]
-    org.close()
+    with closing(Organization(root)) as org:  # opened while this user can still read the interpreter's own files
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        reports = [tick(org, FAR) for _ in range(2)]
     return tuple(
-        (list(report.recovered_assignments), [problem.partition(":")[0] for problem in report.problems])
+        (list(report.recovered_assignments), sorted({problem.partition(":")[0] for problem in report.problems}))
         for report in reports
     )
 
@@ -690,7 +687,8 @@ def mass(org: Organization, count: int, *, prefix: str = "mass") -> None:
         )
         connection.execute(
             numbers
-            + "INSERT INTO sows SELECT 'sow_' || ? || i, 'out_' || ? || i, 's', 'operator', 'm', NULL, 'RUNNING', ? FROM n",
+            + """INSERT INTO sows SELECT 'sow_' || ? || i, 'out_' || ? || i, 's', 'operator', 'm', NULL,
+                                         'RUNNING', ? FROM n""",
             (count, prefix, prefix, now),
         )
         connection.execute(
@@ -823,14 +821,11 @@ def test_of_two_supervisors_whose_clocks_are_90_seconds_apart_one_recovers_and_n
 # --- revoking and signalling (hazards 49 and 55) ----------------------------------------------------------
 
 
-def hang_until(number: int, root: Path, assignment_id: str, pid: Any, go_on: Any) -> str:
-    org = Organization(root)
-    pid.value = os.getpid()
-    organization.invoke_actor = lambda *args: (go_on.wait(60), works(*args))[1]
-    try:
-        return answer(org.run_assignment, assignment_id)
-    finally:
-        org.close()
+def hang_until_told(pipe: Any, root: Path, assignment_id: str) -> None:
+    """For `child`: a worker whose program ends when we say so, and who then says how its run ended."""
+    organization.invoke_actor = lambda *args: (pipe.recv(), works(*args))[1]
+    with closing(Organization(root)) as org:
+        pipe.send(answer(org.run_assignment, assignment_id))
 
 
 def test_a_stopped_worker_is_revoked_without_being_asked_and_its_actor_is_free(
@@ -838,10 +833,9 @@ def test_a_stopped_worker_is_revoked_without_being_asked_and_its_actor_is_free(
 ) -> None:
     monkeypatch.setattr(organization, "invoke_actor", works)
     outcome, sow, assignment = governed_work(org)
-    pid, go_on = _processes.Value("i", 0), _processes.Event()
-    with a_process(hang_until, 0, org.root, assignment.id, pid, go_on) as answers:
+    with child(hang_until_told, org.root, assignment.id) as (worker, pipe):
         eventually(lambda: ledger_facts(org.db, assignment.id)["assignment"] == "RUNNING")
-        os.kill(pid.value, signal.SIGSTOP)
+        os.kill(worker.pid, signal.SIGSTOP)
         try:
             assert org.cancel(assignment.id, "principal-human").state == "CANCELED"
             assert fencing.current_actor_lease(org.db, OPERATOR) is None
@@ -849,9 +843,9 @@ def test_a_stopped_worker_is_revoked_without_being_asked_and_its_actor_is_free(
             assert org.run_assignment(again.id).status == "completed"
             before = everything(org)
         finally:
-            os.kill(pid.value, signal.SIGCONT)
-        go_on.set()
-        assert answers() == "execution_attempt_lost"
+            os.kill(worker.pid, signal.SIGCONT)
+        pipe.send("go on")
+        assert heard(pipe) == "execution_attempt_lost"
     assert ledger_facts(org.db, assignment.id)["receipts"] == [("failed", "interrupted")]
     after = everything(org)
     assert after.pop("disk").items() >= before.pop("disk").items()
@@ -859,24 +853,6 @@ def test_a_stopped_worker_is_revoked_without_being_asked_and_its_actor_is_free(
     assert judge_and_accept(org, outcome.id, sow.id) == "ACCEPTED"
     assert tick(org).problems == ()
     assert_disk_follows_the_ledger(org)
-
-
-@contextmanager
-def a_process(act: Callable[..., Any], *args: Any) -> Iterator[Callable[[], Any]]:
-    """Run ``act(*args)`` in a real process meanwhile; what is yielded waits for its answer."""
-    answers = _processes.Queue()
-    child = _processes.Process(target=_answering, args=(answers, act, args))
-    child.start()
-    try:
-        yield lambda: answers.get(timeout=30)
-    finally:
-        child.join(10)
-        child.kill()
-        child.join()
-
-
-def _answering(answers: Any, act: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    answers.put(act(*args))
 
 
 def test_no_room_but_the_providers_can_signal_a_process() -> None:
@@ -922,7 +898,7 @@ def test_once_runs_one_tick_and_exits_zero(org: Organization) -> None:
     assignment, _ = abandoned(org)
     org.db.connection.execute("UPDATE execution_attempts SET expires_at = 1")
     command = [sys.executable, "-m", "sovereign_agent", "supervisor", "--root", str(org.root), "--once"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert fresh_facts(org, assignment) == RECOVERED
 

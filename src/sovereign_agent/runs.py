@@ -49,14 +49,13 @@ class Host:
         self._process_identity = process_identity
         self._ttl = ttl
         self._lock = threading.Lock()
-        self._leases: dict[str, ActorLease] = {}
         self._runs: Counter[int] = Counter()  # by the token of the lease that they stand on
 
     @contextmanager
     def hosting(self, actor_id: str) -> Generator[ActorLease]:
         """Hold an actor's lease. Raises AlreadyHeld (``actor_lease_held``)."""
         with self._lock:
-            lease = self._leases[actor_id] = self._take(actor_id)
+            lease = self._take(actor_id)
             self._runs[lease.fencing_token] += 1
         try:
             yield lease
@@ -65,9 +64,8 @@ class Host:
                 self._leave(lease)
 
     def _take(self, actor_id: str) -> ActorLease:
-        held = self._leases.get(actor_id)
-        now = fencing.current_actor_lease(self._db, actor_id)
-        if held is None or now is None or now.fencing_token != held.fencing_token:
+        held = fencing.current_actor_lease(self._db, actor_id)
+        if held is None or not self._runs[held.fencing_token]:
             return fencing.acquire_or_renew_actor_lease(self._db, actor_id, self._process_identity, ttl=self._ttl)
         try:
             return fencing.renew_actor_lease(
@@ -87,8 +85,6 @@ class Host:
         if self._runs[lease.fencing_token]:
             return
         del self._runs[lease.fencing_token]
-        if self._leases.get(lease.actor_id, lease).fencing_token == lease.fencing_token:
-            self._leases.pop(lease.actor_id, None)
         try:
             fencing.release_actor_lease(self._db, lease.actor_id, self._process_identity, lease.fencing_token)
         except SovereignError as error:  # it runs out by itself; how the run ended is already settled

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cache
 from importlib import resources
 
 from sovereign_agent.clock import micros
@@ -32,13 +33,14 @@ CREATE TABLE IF NOT EXISTS sovereign_migrations (
 """
 
 
-def core_migrations() -> list[Migration]:
+@cache
+def core_migrations() -> tuple[Migration, ...]:
     """The package's own migrations, in order: ``schema/NNNN_name.sql``.
 
     A first line ``-- min_writer: N`` says that programs which know the schema up to N may go on writing.
     """
     files = sorted((resources.files("sovereign_agent.storage") / "schema").iterdir(), key=lambda file: file.name)
-    return [_read(file.name, file.read_text("utf-8")) for file in files if file.name.endswith(".sql")]
+    return tuple([_read(file.name, file.read_text("utf-8")) for file in files if file.name.endswith(".sql")])
 
 
 def _read(file_name: str, text: str) -> Migration:

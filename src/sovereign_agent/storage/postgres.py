@@ -35,7 +35,7 @@ _SCHEMA_WORDS = {
 _LEDGER_LOCK = "SELECT pg_advisory_xact_lock(hashtextextended('sovereign-agent ledger ' || current_schema(), 0))"
 _HOLDER = """
 SELECT a.pid, a.application_name, a.state FROM pg_locks l JOIN pg_stat_activity a USING (pid)
- WHERE l.locktype = 'advisory' AND l.granted AND a.pid <> %s
+ WHERE l.locktype = 'advisory' AND l.granted
    AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
    AND (l.classid::bigint << 32) + l.objid::bigint
        = hashtextextended('sovereign-agent ledger ' || current_schema(), 0)
@@ -219,7 +219,7 @@ class PostgresConnection(Connection):
         """Who holds the ledger lock, asked on a session of its own, because ours has just failed."""
         try:
             with psycopg.connect(**self._conninfo, autocommit=True) as other:
-                row = other.execute(_HOLDER, (self._raw.info.backend_pid,)).fetchone()
+                row = other.execute(_HOLDER).fetchone()
         except psycopg.Error:
             return ""
         return f"; the ledger lock is held by backend {row[0]} ({row[1]}, {row[2]})" if row else ""

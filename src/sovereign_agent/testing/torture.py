@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -36,6 +37,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import typer
@@ -76,7 +78,10 @@ class Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Torture, and print what happened. 0 when no promise was broken, 1 when one was, 2 when it could not begin."""
+    """Torture, and print what happened.
+
+    0 when no promise was broken, 1 when one was, 2 when it could not begin, 130 when the judging was interrupted.
+    """
     options = Options(**vars(_parser().parse_args(arguments)))
     root = options.root or Path(tempfile.mkdtemp(prefix="sovereign-torture-"))
     try:
@@ -84,6 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SovereignError as error:
         typer.echo("\n".join([str(error), *(f"  {label:<6} {text}" for label, text in error.answers())]), err=True)
         return 2
+    except KeyboardInterrupt:
+        typer.echo(f"Interrupted while it was judged; all is kept in {root}", err=True)
+        return 130
     typer.echo(json.dumps(report, indent=2) if options.json else _story(report))
     if options.root is None and not report["violations"]:
         shutil.rmtree(root, ignore_errors=True)
@@ -258,6 +266,9 @@ class Torture:
 def _live(act: Callable[[Life], None], life: Life) -> None:
     """One life. Whatever ends it, but a signal or the end of its time, is told as a fault."""
     try:
+        logging.disable()  # zombies complain of what they have lost; what counts of it stands in the ledger
+        for number in INTERRUPTS:
+            signal.signal(number, _end_a_life)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
         if life.dies_after:
             workload.die_after_statement(life.dies_after)
@@ -268,6 +279,13 @@ def _live(act: Callable[[Life], None], life: Life) -> None:
         life.witness.tell("fault", text=traceback.format_exc())
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+
+
+def _end_a_life(_number: int, _frame: FrameType | None) -> None:
+    """Interrupt once: a second signal would land in what the first one has begun to tidy up."""
+    for number in INTERRUPTS:
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _counted(org: Organization, query: str) -> dict[str, int]:

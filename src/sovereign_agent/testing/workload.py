@@ -87,8 +87,9 @@ class Life:
     dies_after: int
 
     def goes_on(self) -> bool:
-        """Whether there is time left, and somebody to live for."""
-        return monotonic() < self.ends_at and os.getppid() == self.parent
+        """Whether there is time left, and somebody to live for, and no signal has come (it may have been swallowed)."""
+        interrupted = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        return monotonic() < self.ends_at and os.getppid() == self.parent and not interrupted
 
     def dice(self) -> random.Random:
         """The dice of this life: the same seed, the same throws."""
