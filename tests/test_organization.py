@@ -1060,3 +1060,59 @@ def test_an_actor_is_rebound_in_the_file_with_its_comments_and_in_the_ledger(org
     assert "# our best hand\n[actors.operator-course]" in path.read_text()
     (event,) = journal.events_of(org.db.connection, OPERATOR)
     assert (event.kind, event.actor, event.detail) == ("actor.rebound", PRINCIPAL, {"provider": "other"})
+
+
+def test_work_that_is_called_off_is_no_longer_waited_for(at_work: Organization) -> None:
+    outcome, sow, assignment = governed_work(at_work)
+    unwanted = at_work.create_sow(outcome.id, "Count it again", "operator", MASTER)
+    assert answer(at_work.cancel_sow, sow.id, MASTER) == "illegal_move"  # it is assigned
+    assert answer(at_work.cancel_sow, unwanted.id, OPERATOR) == "authority_refusal"
+    assert at_work.cancel_sow(unwanted.id, MASTER).state == "CANCELED"
+    at_work.run_assignment(assignment.id)
+    assert judge_and_accept(at_work, outcome.id, sow.id) == "ACCEPTED"
+    assert answer(at_work.cancel_sow, sow.id, MASTER) == "illegal_move"  # it is approved
+
+
+def test_an_outcome_is_given_up_only_when_none_of_its_work_is_assigned(org: Organization) -> None:
+    outcome, sow, assignment = governed_work(org)
+    assert answer(org.cancel_outcome, outcome.id, PRINCIPAL) == "illegal_move"
+    org.cancel(assignment.id, MASTER)
+    assert org.cancel_outcome(outcome.id, PRINCIPAL).state == "CANCELED"
+    assert answer(org.assign, sow.id, OPERATOR, MASTER) == "illegal_move"
+    assert answer(org.cancel_outcome, outcome.id, PRINCIPAL) == "illegal_move"
+
+
+def test_an_actor_is_freed_from_a_lost_process_but_not_from_a_run(org: Organization) -> None:
+    _, _, assignment = governed_work(org)
+    lease = fencing.acquire_actor_lease(org.db, OPERATOR, "proc_lost")
+    attempt = fencing.acquire_execution_attempt(org.db, assignment.id, OPERATOR, "proc_lost", lease.fencing_token)
+    assert not org.free_actor(OPERATOR, MASTER)
+    assert fencing.verify_execution_attempt(org.db, assignment.id, attempt.id)
+    org.cancel(assignment.id, MASTER)
+    fencing.acquire_actor_lease(org.db, OPERATOR, "proc_lost_too")
+    assert org.free_actor(OPERATOR, MASTER)
+    assert not org.free_actor(OPERATOR, MASTER)
+    assert [event.kind for event in journal.events_of(org.db.connection, OPERATOR)] == ["actor.freed"]
+
+
+def test_a_lease_lasts_as_long_as_the_attempt_that_stands_on_it(
+    at_work: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[Any] = []
+
+    def looks(*arguments: Any) -> Proposal:
+        held.append(fencing.current_actor_lease(at_work.db, OPERATOR))
+        return works(*arguments)
+
+    monkeypatch.setattr(organization, "invoke_actor", looks)
+    at_work.run_assignment(governed_work(at_work)[2].id)
+    settings = at_work.settings.authority
+    assert (held[0].expires_at - held[0].acquired_at).total_seconds() == settings.execution_attempt_seconds
+
+
+def test_planned_work_is_ready_or_was_never_written(org: Organization) -> None:
+    outcome = org.create_outcome("Close the shop", "The till is counted.", [], PRINCIPAL)
+    assert answer(lambda: org.create_sow(outcome.id, "Count", "operator", MASTER, ready=True)) == "illegal_move"
+    assert rows(org.db, "sows") == []
+    org.activate(outcome.id, PRINCIPAL)
+    assert org.create_sow(outcome.id, "Count", "operator", MASTER, ready=True).state == "READY"

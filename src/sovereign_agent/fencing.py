@@ -183,7 +183,12 @@ def release_lease(connection: Connection, actor_id: str, process_identity: str, 
 
 def current_actor_lease(db: Database, actor_id: str) -> ActorLease | None:
     """The lease on an actor as the ledger has it, run out or not; None when nobody holds one."""
-    row = db.connection.execute("SELECT * FROM actor_leases WHERE actor_id = ?", (actor_id,)).fetchone()
+    return lease_on(db.connection, actor_id)
+
+
+def lease_on(connection: Connection, actor_id: str) -> ActorLease | None:
+    """`current_actor_lease` inside the caller's transaction."""
+    row = connection.execute("SELECT * FROM actor_leases WHERE actor_id = ?", (actor_id,)).fetchone()
     return _lease(row) if row else None
 
 

@@ -27,9 +27,11 @@ from sovereign_agent import configuration, fencing, journal, outcomes, providers
 from sovereign_agent.clock import Clock
 from sovereign_agent.configuration import Act, ActorSettings, ProviderSettings, Settings, resolve_reference
 from sovereign_agent.database import LEDGER_NAME, Connection, Database
-from sovereign_agent.errors import IllegalMove, PolicyRefusal, SovereignError
+from sovereign_agent.errors import ConfigurationFault, IllegalMove, PolicyRefusal, SovereignError
 from sovereign_agent.providers.base import Envelope, OutcomeBrief, Proposal, SowBrief
 from sovereign_agent.records import (
+    IDLE_SOW_STATES,
+    STUCK_SOW_STATES,
     Assignment,
     AssignmentState,
     ExecutionAttempt,
@@ -81,8 +83,10 @@ class Organization:
             read_only=read_only,
             clock=clock,
         )
-        lease_ttl = timedelta(seconds=self.settings.authority.actor_lease_seconds)
-        self._host = runs.Host(self.db, self.process_identity, lease_ttl)
+        # Nothing renews a lease while a program runs, so it must last as long as the attempt that stands on it.
+        authority = self.settings.authority
+        lease_seconds = max(authority.actor_lease_seconds, authority.execution_attempt_seconds)
+        self._host = runs.Host(self.db, self.process_identity, timedelta(seconds=lease_seconds))
         try:
             for component, reference in self.settings.extensions.items():
                 self.db.extend(component, resolve_reference(reference, self.root))
@@ -94,7 +98,12 @@ class Organization:
     def init(cls, root: Path | str, *, ledger_url: str = "", clock: Clock | None = None) -> Organization:
         """Make an organization's folder, settings and ledger; whatever is already there stays as it is."""
         folder = Path(root).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationFault(
+                f"{folder} cannot be an organization's folder.", category="configuration", why=str(error.strerror)
+            ) from error
         configuration.write_default(folder, ledger_url)
         url = configuration.load(folder).ledger.url
         Database(url or folder / LEDGER_NAME, root=folder, create=True).close()
@@ -141,8 +150,10 @@ class Organization:
         role: Role | str,
         actor_id: str,
         required_effect_kind: str | None = None,
+        *,
+        ready: bool = False,
     ) -> Sow:
-        """Write a DRAFT statement of work.
+        """Write a statement of work: a DRAFT, or with `ready` one that can be assigned at once.
 
         With `required_effect_kind`, evidence of that kind must exist before the work can be verified.
         """
@@ -160,17 +171,18 @@ class Organization:
                 now=now,
             )
             outcomes.reproject_outcome(connection, outcome_id, now=now)
-            return sow
+            return self._ready(connection, sow) if ready else sow
 
     def ready_sow(self, sow_id: str) -> Sow:
         """Declare a statement of work fit to be assigned: DRAFT -> READY. Its outcome must be active."""
         with self.db.immediate() as connection:
-            sow = outcomes.get_sow(connection, sow_id)
-            _require_open(outcomes.lock_outcome(connection, sow.outcome_id))
-            outcomes.move_sow(
-                connection, sow_id, (SowState.DRAFT,), SowState.READY, actor=sow.created_by, now=self.db.now()
-            )
-            return outcomes.get_sow(connection, sow_id)
+            return self._ready(connection, outcomes.get_sow(connection, sow_id))
+
+    def _ready(self, connection: Connection, sow: Sow) -> Sow:
+        _require_open(outcomes.lock_outcome(connection, sow.outcome_id))
+        drafts, now = (SowState.DRAFT,), self.db.now()
+        outcomes.move_sow(connection, sow.id, drafts, SowState.READY, actor=sow.created_by, now=now)
+        return outcomes.get_sow(connection, sow.id)
 
     def assign(
         self, sow_id: str, actor_id: str, planner_id: str, *, workspace_policy: str = workspace.POLICIES[0]
@@ -211,8 +223,33 @@ class Organization:
             if not outcomes.cancel_created_assignment(connection, assignment_id, actor=actor_id, now=now):
                 attempt = fencing.active_attempt(connection, assignment_id)
                 if attempt is None or not runs.revoke(connection, attempt, actor_id, now=now):
-                    raise _ended(outcomes.get_assignment(connection, assignment_id))
+                    state = outcomes.get_assignment(connection, assignment_id).state
+                    raise outcomes.illegal_move("assignment", assignment_id, state, AssignmentState.CANCELED)
             return outcomes.get_assignment(connection, assignment_id)
+
+    def cancel_sow(self, sow_id: str, actor_id: str) -> Sow:
+        """Call a statement of work off that nobody is at work on; its outcome no longer waits for it."""
+        self._authorize(actor_id, "cancel")
+        with self.db.immediate() as connection:
+            to, now = SowState.CANCELED, self.db.now()
+            outcomes.move_sow(connection, sow_id, IDLE_SOW_STATES, to, actor=actor_id, now=now)
+            return outcomes.get_sow(connection, sow_id)
+
+    def cancel_outcome(self, outcome_id: str, actor_id: str) -> Outcome:
+        """Give an outcome up of whose work nothing is assigned."""
+        self._authorize(actor_id, "cancel")
+        with self.db.immediate() as connection:
+            outcomes.cancel_outcome(connection, outcome_id, actor=actor_id, now=self.db.now())
+            return outcomes.get_outcome(connection, outcome_id)
+
+    def free_actor(self, actor_id: str, authority_id: str) -> bool:
+        """Take an actor's lease from a process that is gone, without waiting for it to run out.
+
+        False, and nothing changed, when nobody holds one, or when it carries a run: `cancel` that first.
+        """
+        self._authorize(authority_id, "cancel")
+        with self.db.immediate() as connection:
+            return runs.free(connection, actor_id, authority_id, now=self.db.now())
 
     # --- running ------------------------------------------------------------------------------------------
 
@@ -331,9 +368,7 @@ class Organization:
                 subject=sow_id,
                 assignment_id=receipt.assignment_id,
                 verifier=verifier_id,
-                passed=verdict.passed,
-                reason=verdict.reason,
-                detail=verdict.detail,
+                verdict=verdict,
                 now=now,
             )
         return verdict
@@ -344,22 +379,18 @@ class Organization:
         Raises PolicyRefusal (``authority_refusal``; ``self_approval`` for whoever did any of its work).
         """
         self._authorize(verifier_id, "verify")
-        hands = outcomes.hands_on_outcome(self.db.connection, outcome_id)
-        _keep_apart(verifier_id, "verify", outcome_id, hands["executed"])
+        _keep_apart(verifier_id, "verify", outcome_id, outcomes.workers_on(self.db.connection, outcome_id))
         found: dict[str, Verdict] = {}
         with suppress(_LookedEnough), self.db.immediate() as connection:
             found = self._run_checks(connection, outcomes.get_outcome(connection, outcome_id))
             raise _LookedEnough  # no check may write, and one that broke may have taken the transaction with it
         with self.db.transaction() as connection:
-            failures = verdicts.failures(found)
             outcomes.record_verification(
                 connection,
                 subject=outcome_id,
                 assignment_id="",
                 verifier=verifier_id,
-                passed=not failures,
-                reason=failures or "every check holds",
-                detail={name: verdict.detail for name, verdict in found.items()},
+                verdict=verdicts.together(found),
                 now=self.db.now(),
             )
         return list(found.items())
@@ -399,18 +430,18 @@ class Organization:
         self._authorize(accepter_id, "accept")
         with self.db.immediate() as connection:
             outcome = outcomes.lock_outcome(connection, outcome_id)
-            hands = outcomes.hands_on_outcome(connection, outcome_id)
-            _keep_apart(accepter_id, "accept", outcome_id, hands["executed"] | hands["reviewed"])
-            found = self._run_checks(connection, outcome)
-            if failures := verdicts.failures(found):
+            hands = outcomes.workers_on(connection, outcome_id) | outcomes.reviewers_on(connection, outcome_id)
+            _keep_apart(accepter_id, "accept", outcome_id, hands)
+            verdict = verdicts.together(self._run_checks(connection, outcome))
+            if not verdict.passed:
                 raise PolicyRefusal(
                     f"Outcome {outcome_id} was not accepted.",
                     category="condition_not_met",
-                    why=failures,
+                    why=verdict.reason,
                     inspect=f"sovereign-agent inspect {outcome_id}",
                 )
-            detail = {name: verdict.detail for name, verdict in found.items()}
-            outcomes.accept_outcome(connection, outcome_id, accepter=accepter_id, detail=detail, now=self.db.now())
+            now = self.db.now()
+            outcomes.accept_outcome(connection, outcome_id, accepter=accepter_id, detail=verdict.detail, now=now)
             return outcomes.get_outcome(connection, outcome_id)
 
     def rule(self, sow_id: str, decision: str, principal_id: str) -> Ruling:
@@ -421,8 +452,7 @@ class Organization:
         self._authorize(principal_id, "rule")
         with self.db.immediate() as connection:
             now = self.db.now()
-            stuck = (SowState.BLOCKED, SowState.FAILED, SowState.REJECTED)
-            outcomes.move_sow(connection, sow_id, stuck, SowState.READY, actor=principal_id, now=now)
+            outcomes.move_sow(connection, sow_id, STUCK_SOW_STATES, SowState.READY, actor=principal_id, now=now)
             return outcomes.record_ruling(
                 connection, sow_id=sow_id, decision=_text(decision, "decision"), principal=principal_id, now=now
             )
@@ -430,17 +460,11 @@ class Organization:
     def rebind_actor(self, actor_id: str, provider: str, authority_id: str) -> None:
         """Let another provider work for an actor, in `sovereign.toml`, and note who decided so."""
         self._authorize(authority_id, "rebind")
-        configuration.set_actor_provider(self.root, actor_id, provider)
+        with self.db.immediate() as connection:  # which also keeps two edits of the one file apart
+            detail, now = {"provider": provider}, self.db.now()
+            journal.record(connection, "actor.rebound", actor_id, actor=authority_id, at=now, detail=detail)
+            configuration.set_actor_provider(self.root, actor_id, provider)
         self.settings = configuration.load(self.root)
-        with self.db.transaction() as connection:
-            journal.record(
-                connection,
-                "actor.rebound",
-                actor_id,
-                actor=authority_id,
-                at=self.db.now(),
-                detail={"provider": provider},
-            )
 
     # --- mail and looking ---------------------------------------------------------------------------------
 
@@ -500,7 +524,9 @@ def _require_open(outcome: Outcome, *, also: tuple[OutcomeState, ...] = ()) -> N
             category="illegal_move",
             why=f"It is {outcome.state.value}.",
             inspect=f"sovereign-agent inspect {outcome.id}",
-            next_command="sovereign-agent outcome activate" if outcome.state is OutcomeState.DRAFT else "",
+            next_command=f"sovereign-agent outcome activate {outcome.id} --by ACTOR"
+            if outcome.state is OutcomeState.DRAFT
+            else "",
         )
 
 
@@ -508,22 +534,10 @@ def _forbidden(happened: str, why: str) -> PolicyRefusal:
     return PolicyRefusal(happened, category="authority_refusal", why=why, inspect="sovereign-agent actor list")
 
 
-def _ended(assignment: Assignment) -> IllegalMove:
-    return IllegalMove(
-        f"Assignment {assignment.id} was not canceled.",
-        category="illegal_move",
-        why=f"It has ended: {assignment.state.value}.",
-        inspect=f"sovereign-agent inspect {assignment.id}",
-    )
-
-
 def _role(role: Role | str) -> Role:
-    try:
+    if role in set(Role):
         return Role(role)
-    except ValueError as error:
-        raise IllegalMove(
-            f"There is no role {role!r}.", category="unknown_role", why=f"Known: {', '.join(Role)}."
-        ) from error
+    raise IllegalMove(f"There is no role {role!r}.", category="unknown_role", why=f"Known: {', '.join(Role)}.")
 
 
 def _text(value: str, what: str) -> str:

@@ -29,6 +29,7 @@ from sovereign_agent.records import (
     Ruling,
     Sow,
     SowState,
+    Verdict,
     new_id,
 )
 
@@ -87,7 +88,7 @@ def activate_outcome(connection: Connection, outcome_id: str, *, actor: str, now
     """DRAFT -> ACTIVE. Raises IllegalMove from any other state."""
     moved = connection.execute("UPDATE outcomes SET state = 'ACTIVE' WHERE id = ? AND state = 'DRAFT'", (outcome_id,))
     if moved.rowcount != 1:
-        raise _illegal("outcome", outcome_id, get_outcome(connection, outcome_id).state, OutcomeState.ACTIVE)
+        raise illegal_move("outcome", outcome_id, get_outcome(connection, outcome_id).state, OutcomeState.ACTIVE)
     journal.record(connection, "outcome.activated", outcome_id, actor=actor, at=now)
 
 
@@ -134,12 +135,27 @@ def accept_outcome(
     """READY -> ACCEPTED, with its acceptance. Raises IllegalMove from any other state."""
     moved = connection.execute("UPDATE outcomes SET state = 'ACCEPTED' WHERE id = ? AND state = 'READY'", (outcome_id,))
     if moved.rowcount != 1:
-        raise _illegal("outcome", outcome_id, get_outcome(connection, outcome_id).state, OutcomeState.ACCEPTED)
+        raise illegal_move("outcome", outcome_id, get_outcome(connection, outcome_id).state, OutcomeState.ACCEPTED)
     connection.execute(
         "INSERT INTO acceptances (outcome_id, accepter_id, detail, created_at) VALUES (?, ?, ?, ?)",
         (outcome_id, accepter, journal.to_json(detail), micros(now)),
     )
     journal.record(connection, "outcome.accepted", outcome_id, actor=accepter, at=now, detail=detail)
+
+
+def cancel_outcome(connection: Connection, outcome_id: str, *, actor: str, now: datetime) -> None:
+    """Give an open outcome up. Raises IllegalMove while any of its work is assigned, and when it has ended."""
+    canceled = connection.execute(
+        """
+        UPDATE outcomes SET state = 'CANCELED'
+         WHERE id = ? AND state NOT IN ('ACCEPTED', 'CANCELED')
+           AND NOT EXISTS (SELECT 1 FROM sows WHERE outcome_id = ? AND state IN ('ASSIGNED', 'RUNNING'))
+        """,
+        (outcome_id, outcome_id),
+    )
+    if canceled.rowcount != 1:
+        raise illegal_move("outcome", outcome_id, get_outcome(connection, outcome_id).state, OutcomeState.CANCELED)
+    journal.record(connection, "outcome.canceled", outcome_id, actor=actor, at=now)
 
 
 # --- statements of work -----------------------------------------------------------------------------------
@@ -196,11 +212,14 @@ def move_sow(
     Raises IllegalMove when it is in another state, or was moved by somebody else in between.
     """
     before = allowed[0] if len(allowed) == 1 else get_sow(connection, sow_id).state
-    moved = before in allowed and connection.execute(
-        "UPDATE sows SET state = ? WHERE id = ? AND state = ? RETURNING outcome_id", (to, sow_id, before)
-    ).fetchone()
+    moved = (
+        before in allowed
+        and connection.execute(
+            "UPDATE sows SET state = ? WHERE id = ? AND state = ? RETURNING outcome_id", (to, sow_id, before)
+        ).fetchone()
+    )
     if not moved:
-        raise _illegal("sow", sow_id, get_sow(connection, sow_id).state, to)
+        raise illegal_move("sow", sow_id, get_sow(connection, sow_id).state, to)
     detail = {"from": before.value, "to": to.value}
     journal.record(connection, f"sow.{to.value.lower()}", sow_id, actor=actor, at=now, detail=detail)
     if before in TURNING_SOW_STATES or to in TURNING_SOW_STATES:
@@ -266,7 +285,7 @@ def start_assignment(
     ).fetchone()
     if started is None:
         state = get_assignment(connection, assignment_id).state
-        raise _illegal("assignment", assignment_id, state, AssignmentState.RUNNING)
+        raise illegal_move("assignment", assignment_id, state, AssignmentState.RUNNING)
     move_sow(connection, started["sow_id"], (SowState.ASSIGNED,), SowState.RUNNING, actor=actor_id, now=now)
     _record_running(connection, assignment_id, actor_id, attempt_id, now)
 
@@ -284,13 +303,11 @@ def hand_over_assignment(
     )
     if moved.rowcount != 1:
         state = get_assignment(connection, assignment_id).state
-        raise _illegal("assignment", assignment_id, state, AssignmentState.RUNNING)
+        raise illegal_move("assignment", assignment_id, state, AssignmentState.RUNNING)
     _record_running(connection, assignment_id, actor_id, attempt_id, now)
 
 
-def _record_running(
-    connection: Connection, assignment_id: str, actor_id: str, attempt_id: str, now: datetime
-) -> None:
+def _record_running(connection: Connection, assignment_id: str, actor_id: str, attempt_id: str, now: datetime) -> None:
     detail = {"attempt_id": attempt_id}
     journal.record(connection, "assignment.running", assignment_id, actor=actor_id, at=now, detail=detail)
 
@@ -357,24 +374,24 @@ def evidence_of(connection: Connection, assignment_id: str) -> list[dict[str, An
 
 
 def record_verification(
-    connection: Connection,
-    *,
-    subject: str,
-    assignment_id: str,
-    verifier: str,
-    passed: bool,
-    reason: str,
-    detail: dict[str, Any],
-    now: datetime,
+    connection: Connection, *, subject: str, assignment_id: str, verifier: str, verdict: Verdict, now: datetime
 ) -> None:
-    """Keep what a verification found about a statement of work or an outcome."""
+    """Keep what a verification found about a statement of work, or (with no `assignment_id`) about an outcome."""
     connection.execute(
         "INSERT INTO verifications (subject, assignment_id, verifier_id, passed, reason, detail, created_at)"
         " VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (subject, assignment_id, verifier, int(passed), reason, journal.to_json(detail), micros(now)),
+        (
+            subject,
+            assignment_id,
+            verifier,
+            int(verdict.passed),
+            verdict.reason,
+            journal.to_json(verdict.detail),
+            micros(now),
+        ),
     )
-    kind = "verification.passed" if passed else "verification.failed"
-    journal.record(connection, kind, subject, actor=verifier, at=now, detail={"reason": reason})
+    kind = "verification.passed" if verdict.passed else "verification.failed"
+    journal.record(connection, kind, subject, actor=verifier, at=now, detail={"reason": verdict.reason})
 
 
 def record_review(
@@ -412,31 +429,22 @@ def rulings_of(connection: Connection, sow_id: str) -> list[Ruling]:
     return [Ruling(row["id"], sow_id, row["decision"], row["principal_id"], moment(row["created_at"])) for row in rows]
 
 
-def hands_on_outcome(connection: Connection, outcome_id: str) -> dict[str, set[str]]:
-    """Who has had a hand in an outcome, by what they did: the ledger's own answer for separation of duties.
+def workers_on(connection: Connection, outcome_id: str) -> set[str]:
+    """Who was ever given any of an outcome's work: the ledger's own answer for separation of duties."""
+    rows = connection.execute(
+        "SELECT DISTINCT a.actor_id FROM assignments a JOIN sows s ON s.id = a.sow_id WHERE s.outcome_id = ?",
+        (outcome_id,),
+    )
+    return {row[0] for row in rows}
 
-    Keys: ``planned`` (wrote or assigned the work), ``executed``, ``verified``, ``reviewed``.
-    """
-    hands: dict[str, set[str]] = {"planned": set(), "executed": set(), "verified": set(), "reviewed": set()}
-    for row in connection.execute(
-        """
-        SELECT s.created_by, a.planner_id, a.actor_id FROM sows s LEFT JOIN assignments a ON a.sow_id = s.id
-         WHERE s.outcome_id = ?
-        """,
+
+def reviewers_on(connection: Connection, outcome_id: str) -> set[str]:
+    """Who ever reviewed any of an outcome's work."""
+    rows = connection.execute(
+        "SELECT DISTINCT r.reviewer_id FROM reviews r JOIN sows s ON s.id = r.sow_id WHERE s.outcome_id = ?",
         (outcome_id,),
-    ):
-        hands["planned"] |= {row[0], row[1] or row[0]}
-        hands["executed"] |= {row[2]} if row[2] else set()
-    for row in connection.execute(
-        "SELECT r.reviewer_id FROM reviews r JOIN sows s ON s.id = r.sow_id WHERE s.outcome_id = ?", (outcome_id,)
-    ):
-        hands["reviewed"].add(row[0])
-    for row in connection.execute(
-        "SELECT v.verifier_id FROM verifications v JOIN sows s ON s.id = v.subject WHERE s.outcome_id = ?",
-        (outcome_id,),
-    ):
-        hands["verified"].add(row[0])
-    return hands
+    )
+    return {row[0] for row in rows}
 
 
 # --- rows to records --------------------------------------------------------------------------------------
@@ -452,7 +460,8 @@ def missing(kind: str, record_id: str) -> Refusal:
     )
 
 
-def _illegal(kind: str, record_id: str, state: str, to: str) -> IllegalMove:
+def illegal_move(kind: str, record_id: str, state: str, to: str) -> IllegalMove:
+    """The refusal for a move that a record's state does not allow."""
     return IllegalMove(
         f"{kind.capitalize()} {record_id} cannot become {to}.",
         category="illegal_move",
@@ -512,9 +521,7 @@ def outcomes_between(connection: Connection, first: str, beyond: str, *, limit: 
 
 def sows_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Sow]:
     """Up to `limit` statements of work with ids from `first` on, before `beyond`."""
-    rows = connection.execute(
-        "SELECT * FROM sows WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
-    )
+    rows = connection.execute("SELECT * FROM sows WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit))
     return [_sow(row) for row in rows]
 
 

@@ -1,13 +1,14 @@
 """Frozen records, their states, and the moves each state allows.
 
-A record is a photograph of a row: it never changes and it holds no authority by itself. The tables of
-moves below are the only place that says which state may follow which; the homes enforce them with a
-compare-and-set, never by trusting a photograph.
+A record is a photograph of a row: it never changes and it holds no authority by itself. The homes enforce the
+moves with a compare-and-set, never by trusting a photograph.
 
     assignment   CREATED -> RUNNING -> COMPLETED | BLOCKED | FAILED          CREATED, RUNNING -> CANCELED
     sow          DRAFT -> READY -> ASSIGNED -> RUNNING -> COMPLETED -> VERIFIED -> APPROVED
                  a failed, blocked or rejected one goes on by an explicit new assignment, never by itself
+                 whatever is not assigned, running or approved can be CANCELED
     outcome      DRAFT -> ACTIVE <-> AT_RISK <-> READY -> ACCEPTED           (AT_RISK and READY are projections)
+                 open, and none of its work assigned: -> CANCELED
     message      NEW -> CLAIMED -> DONE | DEAD, and CLAIMED -> NEW when a claim runs out
 """
 
@@ -100,6 +101,12 @@ class ReceiptStatus(StrEnum):
 
 ASSIGNABLE_SOW_STATES = (SowState.READY, SowState.FAILED, SowState.BLOCKED, SowState.REJECTED)
 """The states from which an explicit `assign` may start (or start again)."""
+
+STUCK_SOW_STATES = (SowState.BLOCKED, SowState.FAILED, SowState.REJECTED)
+"""The states that a ruling can decide."""
+
+IDLE_SOW_STATES = (SowState.DRAFT, SowState.READY, SowState.COMPLETED, SowState.VERIFIED, *STUCK_SOW_STATES)
+"""The states in which nobody is at work and nothing is settled, so that the work can be called off."""
 
 TURNING_SOW_STATES = (SowState.APPROVED, SowState.REJECTED, SowState.BLOCKED, SowState.FAILED, SowState.CANCELED)
 """The states whose coming or going can change an outcome's projection; between all others it stays ACTIVE."""

@@ -155,6 +155,16 @@ def revoke(connection: Connection, attempt: ExecutionAttempt, actor_id: str, *, 
     return True
 
 
+def free(connection: Connection, actor_id: str, authority_id: str, *, now: datetime) -> bool:
+    """Take an actor's lease from whoever holds it. False, and nothing changed, while it carries a run."""
+    held = fencing.lease_on(connection, actor_id)
+    if not held or not fencing.release_lease(connection, actor_id, held.process_identity, held.fencing_token):
+        return False
+    detail = {"process_identity": held.process_identity, "fencing_token": held.fencing_token}
+    journal.record(connection, "actor.freed", actor_id, actor=authority_id, at=now, detail=detail)
+    return True
+
+
 def apply_workspace_policy(root: Path, attempt_id: str, policy: str, receipt: Receipt) -> workspace.Reclaim:
     """Copy a durable receipt to disk and reclaim the run's folder. Changes nothing in the ledger.
 

@@ -85,6 +85,11 @@ def failed(reason: str) -> Verdict:
     return Verdict(passed=False, reason=reason)
 
 
-def failures(verdicts: Mapping[str, Verdict]) -> str:
-    """What does not hold, in one line; empty when everything does."""
-    return "; ".join(f"{name}: {verdict.reason}" for name, verdict in verdicts.items() if not verdict.passed)
+def together(found: Mapping[str, Verdict]) -> Verdict:
+    """One verdict on all checks: it holds if each does, and its reason names those that do not."""
+    failures = [f"{name}: {verdict.reason}" for name, verdict in found.items() if not verdict.passed]
+    return Verdict(
+        passed=not failures,
+        reason="; ".join(failures) or "every check holds",
+        detail={name: verdict.detail for name, verdict in found.items()},
+    )

@@ -39,3 +39,14 @@ def rebind(
         entry(f"{actor} now works through {provider}.", [("look", "sovereign.toml")]),
         as_json=json,
     )
+
+
+@app.command()
+def free(actor: ActorId, *, by: By, root: Root = HERE, json: Json = False) -> None:
+    """Take an actor from a process that is gone, without waiting for its lease to run out."""
+    with opened(root) as org:
+        freed = org.free_actor(actor, by)
+    facts = [] if freed else [("why", "Nobody holds a lease on it, or the lease carries a run: cancel that first.")]
+    told = f"{actor} is free." if freed else f"{actor} was left as it is."
+    answer({"actor": actor, "freed": freed, "by": by}, entry(told, facts), as_json=json)
+    raise typer.Exit(0 if freed else 1)

@@ -11,7 +11,6 @@ import typer
 
 from sovereign_agent.commands.options import HERE, ActorId, AssignmentId, By, Json, OutcomeId, Root, SowId, opened
 from sovereign_agent.commands.printing import answer, entry
-from sovereign_agent.errors import IllegalMove
 
 
 def plan(
@@ -28,19 +27,8 @@ def plan(
     json: Json = False,
 ) -> None:
     """Write a statement of work, ready to be assigned."""
-    from sovereign_agent import outcomes
-    from sovereign_agent.records import OutcomeState
-
     with opened(root) as org:
-        if outcomes.get_outcome(org.db.connection, outcome).state is OutcomeState.DRAFT:
-            raise IllegalMove(
-                f"No work was planned for {outcome}.",
-                category="illegal_move",
-                why="It is a DRAFT: nobody has let work towards it begin.",
-                inspect=f"sovereign-agent inspect {outcome}",
-                next_command=f"sovereign-agent outcome activate {outcome} --by ACTOR",
-            )
-        sow = org.ready_sow(org.create_sow(outcome, scope, role, by, effect).id)
+        sow = org.create_sow(outcome, scope, role, by, effect, ready=True)
     facts = [("next", f"sovereign-agent assign {sow.id} ACTOR --by {by}")]
     answer(sow, entry(f"Statement of work {sow.id} is {sow.state}.", facts), as_json=json)
 
@@ -73,13 +61,11 @@ def run(assignment: AssignmentId, *, root: Root = HERE, json: Json = False) -> N
 
     Ends with 0 if the work is completed, with 1 if it is blocked or failed. SIGINT and SIGTERM are recorded.
     """
-    from sovereign_agent import outcomes, providers
+    from sovereign_agent import outcomes
     from sovereign_agent.commands.waiting import waiting
     from sovereign_agent.records import ReceiptStatus
 
     with _sigterm_interrupts(), opened(root) as org:
-        for settings in org.settings.providers.values():
-            providers.build(settings)  # imported now: an interruption that lands in an import can get lost there
         with waiting(org, assignment):
             receipt = org.run_assignment(assignment)
         sow = outcomes.get_assignment(org.db.connection, assignment).sow_id
@@ -98,12 +84,22 @@ def run(assignment: AssignmentId, *, root: Root = HERE, json: Json = False) -> N
     raise typer.Exit(0 if done else 1)
 
 
-def cancel(assignment: AssignmentId, *, by: By, root: Root = HERE, json: Json = False) -> None:
-    """Call an assignment off. A running program may run on; nothing that it does is recorded any more."""
+def cancel(
+    subject: Annotated[str, typer.Argument(metavar="ID", help="An assignment, a statement of work or an outcome.")],
+    *,
+    by: By,
+    root: Root = HERE,
+    json: Json = False,
+) -> None:
+    """Call an assignment off, or work nobody is at, or an outcome.
+
+    A running program may run on; nothing that it does is recorded any more.
+    """
     with opened(root) as org:
-        canceled = org.cancel(assignment, by)
-    facts = [("look", f"sovereign-agent inspect {canceled.sow_id}")]
-    answer(canceled, entry(f"Assignment {canceled.id} is {canceled.state}.", facts), as_json=json)
+        acts = {"sow": org.cancel_sow, "out": org.cancel_outcome}
+        canceled = acts.get(subject.partition("_")[0], org.cancel)(subject, by)
+    facts = [("look", f"sovereign-agent inspect {subject}")]
+    answer(canceled, entry(f"{subject} is {canceled.state}.", facts), as_json=json)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import cache
-from importlib import resources
+from pathlib import Path
 
 from sovereign_agent.clock import micros
 from sovereign_agent.errors import SchemaMismatch
@@ -39,8 +39,8 @@ def core_migrations() -> tuple[Migration, ...]:
 
     A first line ``-- min_writer: N`` says that programs which know the schema up to N may go on writing.
     """
-    files = sorted((resources.files("sovereign_agent.storage") / "schema").iterdir(), key=lambda file: file.name)
-    return tuple([_read(file.name, file.read_text("utf-8")) for file in files if file.name.endswith(".sql")])
+    files = sorted((Path(__file__).parent / "schema").glob("*.sql"))
+    return tuple([_read(file.name, file.read_text("utf-8")) for file in files])
 
 
 def _read(file_name: str, text: str) -> Migration:

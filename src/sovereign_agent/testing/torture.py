@@ -37,7 +37,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import typer
@@ -268,7 +267,7 @@ def _live(act: Callable[[Life], None], life: Life) -> None:
     try:
         logging.disable()  # zombies complain of what they have lost; what counts of it stands in the ledger
         for number in INTERRUPTS:
-            signal.signal(number, _end_a_life)
+            signal.signal(number, life.interrupt)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
         if life.dies_after:
             workload.die_after_statement(life.dies_after)
@@ -279,13 +278,6 @@ def _live(act: Callable[[Life], None], life: Life) -> None:
         life.witness.tell("fault", text=traceback.format_exc())
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
-
-
-def _end_a_life(_number: int, _frame: FrameType | None) -> None:
-    """Interrupt once: a second signal would land in what the first one has begun to tidy up."""
-    for number in INTERRUPTS:
-        signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 def _counted(org: Organization, query: str) -> dict[str, int]:

@@ -19,6 +19,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import tomlkit
@@ -72,7 +73,7 @@ class Witness:
         return [fact for fact in map(json.loads, lines) if fact["kind"] == kind]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Life:
     """What a process knows when it starts. Its time is over at `ends_at`, or when process `parent` is gone.
 
@@ -85,11 +86,17 @@ class Life:
     ends_at: float
     seed: str
     dies_after: int
+    interrupted: bool = False
 
     def goes_on(self) -> bool:
-        """Whether there is time left, and somebody to live for, and no signal has come (it may have been swallowed)."""
-        interrupted = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-        return monotonic() < self.ends_at and os.getppid() == self.parent and not interrupted
+        """Whether there is time left and somebody to live for. An interrupt that somebody swallowed ends it, too."""
+        return monotonic() < self.ends_at and os.getppid() == self.parent and not self.interrupted
+
+    def interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        """Handle a signal. A second one changes nothing: it would land in what the first has begun to tidy up."""
+        if not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt
 
     def dice(self) -> random.Random:
         """The dice of this life: the same seed, the same throws."""

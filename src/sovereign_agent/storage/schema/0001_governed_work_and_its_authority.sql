@@ -55,7 +55,6 @@ CREATE TABLE assignments (
 ) <strict>;
 CREATE UNIQUE INDEX assignments_one_open_per_sow ON assignments (sow_id) WHERE state IN ('CREATED', 'RUNNING');
 CREATE INDEX assignments_by_sow ON assignments (sow_id, created_at);
-CREATE INDEX assignments_open_by_actor ON assignments (actor_id) WHERE state IN ('CREATED', 'RUNNING');
 
 -- home: fencing
 CREATE TABLE lease_tokens (
