@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from conftest import Location
 from support import BUMP, answer, bump, child, counter, eventually, heard
 
+from sovereign_agent import relay
 from sovereign_agent.database import Database
 from sovereign_agent.errors import ConfigurationFault, Contention, LedgerFault, LedgerUnavailable, SovereignError
 from sovereign_agent.storage.postgres import render
@@ -382,3 +384,16 @@ def test_threads_do_not_wait_for_each_others_sessions(db: Database) -> None:
         thread.join(10)
     assert seen == [0]
     assert counter(db) == 1
+
+
+def test_a_plan_that_another_hosts_migration_made_old_costs_one_repeated_call(postgres: Any, tmp_path: Path) -> None:
+    url = postgres.fresh_url()
+    with closing(Database(url, root=tmp_path)) as db, closing(Database(url, root=tmp_path)) as other:
+        message = relay.send(db, "master-course", "operator-course", "subject", "body")
+        for _ in range(10):  # often enough for the session to keep the plan
+            relay.get_message(db, message.id)
+        other.connection.execute("ALTER TABLE messages ADD COLUMN added_later TEXT")
+        with pytest.raises(Contention), db.transaction() as connection:
+            connection.execute("SELECT * FROM messages WHERE id = ?", (message.id,))
+        assert relay.get_message(db, message.id) == message
+        assert relay.claim(db, message.id, "operator-course").state == "CLAIMED"

@@ -295,6 +295,10 @@ BREACHES: dict[str, list[str]] = {
         "UPDATE outcomes SET state = 'AT_RISK' WHERE state = 'ACTIVE'",
         "UPDATE outcomes SET state = 'ACTIVE' WHERE state = 'ACCEPTED'",
     ],
+    "nobody works towards an outcome that is not open": [
+        "UPDATE outcomes SET state = 'CANCELED' WHERE state = 'ACTIVE'",
+        "UPDATE outcomes SET state = 'DRAFT' WHERE state = 'AT_RISK'",
+    ],
     "accepted means that there is an acceptance": [
         "DELETE FROM acceptances",
         "UPDATE outcomes SET state = 'READY' WHERE state = 'ACCEPTED'",

@@ -95,7 +95,9 @@ def _row_type(names: tuple[str, ...]) -> type[NamedRow]:
 
 
 def _named_rows(cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], NamedRow]:
-    return _row_type(tuple([column.name for column in cursor.description or ()]))
+    answer = cursor.pgresult
+    names = [answer.fname(column) for column in range(answer.nfields)] if answer else []
+    return _row_type(tuple([name.decode() for name in names if name]))
 
 
 class PostgresConnection(Connection):
@@ -136,12 +138,10 @@ class PostgresConnection(Connection):
         self._raw.close()
 
     def _connect(self) -> psycopg.Connection[NamedRow]:
-        # Nothing is prepared: a plan kept by this session would fail once another host has added a column.
         try:
             return psycopg.Connection[NamedRow].connect(
                 **self._conninfo,
                 autocommit=True,
-                prepare_threshold=None,
                 row_factory=_named_rows,
                 context=_ADAPTERS,
             )
@@ -156,6 +156,14 @@ class PostgresConnection(Connection):
             cursor = self._raw.execute(cast("LiteralString", render(sql)), params)
             rows = cursor.fetchall() if cursor.description else []
             return Result(cast("list[Any]", rows), cursor.rowcount)
+        except errors.FeatureNotSupported as error:
+            self._raw.close()  # the session keeps plans; one of them is older than the schema
+            raise Contention(
+                "The ledger was migrated by another process in this moment.",
+                category="ledger_busy",
+                why=_first_line(error),
+                next_command="repeat the command",
+            ) from error
         except psycopg.Error as error:
             raise self._translated(error) from error
 
@@ -166,13 +174,16 @@ class PostgresConnection(Connection):
         # One simple-protocol message, one round trip. After it the lock is ours or an error is.
         begin = cast("LiteralString", f"BEGIN; {_LEDGER_LOCK}" if ledger_lock else "BEGIN")
         try:
-            self._raw.execute(begin)
+            try:
+                self._raw.execute(begin, prepare=False)
+            except psycopg.Error:
+                if not self._raw.closed:
+                    raise
+                self._raw = self._connect()  # the old session had been cut while it was idle
+                self._raw.execute(begin, prepare=False)
         except psycopg.Error as error:
-            if not self._raw.closed:
-                self._abandon()
-                raise self._translated(error) from error
-            self._raw = self._connect()  # the old session had been cut while it was idle
-            self._begin(ledger_lock=ledger_lock)
+            self._abandon()
+            raise self._translated(error) from error
 
     def _commit(self) -> None:
         try:

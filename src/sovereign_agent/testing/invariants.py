@@ -320,6 +320,14 @@ PROMISES = (
         """,
     ),
     Promise(
+        "nobody works towards an outcome that is not open",
+        "Outcome {outcome_id} is {towards}, and its statement of work {id} is {state}.",
+        """
+        SELECT s.outcome_id, o.state AS towards, s.id, s.state FROM sows s JOIN outcomes o ON o.id = s.outcome_id
+         WHERE o.state IN ('DRAFT', 'CANCELED') AND s.state IN ('ASSIGNED', 'RUNNING')
+        """,
+    ),
+    Promise(
         "accepted means that there is an acceptance",
         "Outcome {id} is {state} and has {acceptances} acceptances.",
         """
