@@ -33,7 +33,7 @@ from support import eventually
 import sovereign_agent
 from sovereign_agent import cli, fencing, journal, outcomes, relay, workspace
 from sovereign_agent.clock import ManualClock
-from sovereign_agent.commands import checkup, crash
+from sovereign_agent.commands import checkup, crash, views
 from sovereign_agent.configuration import FILE_NAME
 from sovereign_agent.database import LEDGER_NAME
 from sovereign_agent.errors import (
@@ -543,6 +543,17 @@ def test_a_canceled_assignment_does_not_run(root, org, call):
     canceled = call("cancel", assignment, "--by", "master-course", "--root", root, "--json")
     assert canceled.document["state"] == "CANCELED"
     assert call("run", assignment, "--root", root, "--json").error["category"] == "illegal_move"
+
+
+def test_status_says_when_it_does_not_show_everything(root, org, call, monkeypatch):
+    monkeypatch.setattr(views, "OUTCOMES_SHOWN", 2)
+    for title in ("first", "second"):
+        org.create_outcome(title, "Done.", [], "principal-human")
+    assert "and more" not in call("status", "--root", root).out
+    org.create_outcome("third", "Done.", [], "principal-human")
+    told = call("status", "--root", root).out
+    assert "and more" in told
+    assert "third" not in told
 
 
 def test_work_and_outcomes_are_called_off_by_their_ids(root, org, call):

@@ -1004,14 +1004,16 @@ def test_actor_lease_blocks_a_second_assignment_for_the_same_actor_before_invoca
     monkeypatch.setattr(organization, "invoke_actor", spied)
     with ThreadPoolExecutor(1) as pool:
         process_a = pool.submit(org.run_assignment, first.id)
-        assert running.wait(30), process_a.exception(1)
-        lease = fencing.current_actor_lease(org.db, first.actor_id)
-        before = ledger_facts(org.db, second.id), folders(org)
-        refused = answer(process_b.run_assignment, second.id)
-        assert (refused, invoked) == ("actor_lease_held", [first.id])
-        assert (ledger_facts(org.db, second.id), folders(org)) == before
-        assert fencing.current_actor_lease(org.db, first.actor_id) == lease
-        go_on.set()
+        try:
+            assert running.wait(30), process_a.exception(1)
+            lease = fencing.current_actor_lease(org.db, first.actor_id)
+            before = ledger_facts(org.db, second.id), folders(org)
+            refused = answer(process_b.run_assignment, second.id)
+            assert (refused, invoked) == ("actor_lease_held", [first.id])
+            assert (ledger_facts(org.db, second.id), folders(org)) == before
+            assert fencing.current_actor_lease(org.db, first.actor_id) == lease
+        finally:
+            go_on.set()
         assert process_a.result(30).status == "completed"
     assert process_b.run_assignment(second.id).status == "completed"
     assert invoked == [first.id, second.id]
@@ -1069,7 +1071,7 @@ def test_an_actor_lease_taken_over_mid_invocation_refuses_the_terminal_write_and
     heirs: list[ActorLease] = []
 
     def outlives_its_lease(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
-        clock.advance(ACTOR_LEASE_TTL)
+        clock.advance(EXECUTION_ATTEMPT_TTL)
         heirs.append(fencing.acquire_actor_lease(org.db, assignment.actor_id, BLUE, clock=clock))
         return works(settings, envelope, folder)
 
@@ -1080,6 +1082,27 @@ def test_an_actor_lease_taken_over_mid_invocation_refuses_the_terminal_write_and
     (folder,) = folders(org)
     assert not (workspace.locate(org.root, folder).path / "receipt.json").exists()
     process_a.close()
+
+
+def test_an_actor_lease_lasts_as_long_as_the_attempt_that_stands_on_it(
+    org: Organization, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process_a, process_b = Organization(org.root, clock=clock), Organization(org.root, clock=clock)
+    (_, _, first), (_, _, second) = governed_work(process_a), governed_work(process_a)
+    said: list[str] = []
+
+    def outlasts_the_shorter_of_the_two(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
+        if envelope.assignment_id == first.id:
+            clock.advance(max(ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL) - TICK)
+            said.append(answer(process_b.run_assignment, second.id))
+        return works(settings, envelope, folder)
+
+    monkeypatch.setattr(organization, "invoke_actor", outlasts_the_shorter_of_the_two)
+    assert answer(process_a.run_assignment, first.id) == "done"
+    assert said == ["actor_lease_held"]
+    assert answer(process_b.run_assignment, second.id) == "done"
+    process_a.close()
+    process_b.close()
 
 
 def test_a_completed_assignment_run_via_the_real_path_clears_its_fence_and_tidies_up(
@@ -1157,7 +1180,7 @@ def test_a_second_run_in_one_process_does_not_undercut_the_first_when_their_leas
 
     def outlives_its_lease(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
         if envelope.assignment_id == first.id:
-            clock.advance(ACTOR_LEASE_TTL)
+            clock.advance(EXECUTION_ATTEMPT_TTL)
             said.append(answer(process.run_assignment, second.id))
         return works(settings, envelope, folder)
 

@@ -397,3 +397,8 @@ def test_a_plan_that_another_hosts_migration_made_old_costs_one_repeated_call(po
             connection.execute("SELECT * FROM messages WHERE id = ?", (message.id,))
         assert relay.get_message(db, message.id) == message
         assert relay.claim(db, message.id, "operator-course").state == "CLAIMED"
+
+
+def test_what_the_server_does_not_support_is_no_contention(db: Database) -> None:
+    assert answer(db.connection.execute, "SELECT count(*) FROM messages FOR UPDATE") == "ledger_fault"
+    assert answer(db.connection.execute, "SELECT count(*) FROM messages") == "done"

@@ -40,15 +40,6 @@ from sovereign_agent.records import (
     new_id,
 )
 
-__all__ = [
-    "ACTOR_LEASE_TTL",
-    "EXECUTION_ATTEMPT_MAXIMUM",
-    "EXECUTION_ATTEMPT_TTL",
-    "WORKER_LOST",
-    "ActorLease",
-    "ExecutionAttempt",
-]
-
 ACTOR_LEASE_TTL = timedelta(minutes=5)
 EXECUTION_ATTEMPT_TTL = timedelta(minutes=15)
 EXECUTION_ATTEMPT_MAXIMUM = timedelta(hours=24)

@@ -46,7 +46,7 @@ class HeartbeatStatus:
 
 
 def record_heartbeat(org: Organization, source: str = "cli", *, clock: Clock | None = None) -> None:
-    """Append one beat of this process. `source` names what beat: ``cli``, ``supervisor``, a hook."""
+    """Append one beat of this process. `source` names what beat: ``cli``, a hook, a timer."""
     org.db.connection.execute(
         "INSERT INTO heartbeats (at, source, process_identity, host) VALUES (?, ?, ?, ?)",
         (micros(org.db.now(clock)), source, org.process_identity, socket.gethostname()),

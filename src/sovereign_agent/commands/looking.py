@@ -14,7 +14,7 @@ def status(*, root: Root = HERE, json: Json = False) -> None:
     """Show every open outcome, its work, and who does it."""
     from sovereign_agent.commands import views
 
-    with opened(root, read_only=True) as org:
+    with opened(root, read_only=True) as org, org.db.transaction():
         document = views.status(org)
     answer(document, views.status_text(document), as_json=json)
 
@@ -30,6 +30,6 @@ def inspect(
     """Show everything about one record. Its attempts, receipts, evidence and events follow it."""
     from sovereign_agent.commands import views
 
-    with opened(root, read_only=True) as org:
+    with opened(root, read_only=True) as org, org.db.transaction():
         document = views.inspect(org, record)
     answer(document, views.inspect_text(document), as_json=json)

@@ -18,6 +18,7 @@ from sovereign_agent.organization import Organization
 from sovereign_agent.records import Assignment, Event, ExecutionAttempt, Message, Outcome, Receipt, Sow
 
 CANDIDATES_SHOWN = 5
+OUTCOMES_SHOWN = 100
 ID = re.compile(r"(out|sow|asg|att|rcp|msg)_[0-9a-f]{0,32}")
 BETWEEN = {
     "out": outcomes.outcomes_between,
@@ -74,8 +75,9 @@ def actor_text(actor: Document) -> str:
 
 
 def status(org: Organization) -> Document:
-    """Every open outcome, its statements of work and their assignments."""
+    """The oldest open outcomes with their statements of work and assignments; `more` if there are others."""
     connection = org.db.connection
+    open_outcomes = outcomes.open_outcomes(connection, limit=OUTCOMES_SHOWN + 1)
     work = [
         {
             "outcome": outcome,
@@ -84,9 +86,10 @@ def status(org: Organization) -> Document:
                 for sow in outcomes.sows_of(connection, outcome.id)
             ],
         }
-        for outcome in outcomes.open_outcomes(connection)
+        for outcome in open_outcomes[:OUTCOMES_SHOWN]
     ]
-    return {"organization": org.settings.organization.name, "outcomes": work}
+    more = len(open_outcomes) > OUTCOMES_SHOWN
+    return {"organization": org.settings.organization.name, "outcomes": work, "more": more}
 
 
 def status_text(document: Document) -> str:
@@ -97,6 +100,8 @@ def status_text(document: Document) -> str:
         for part in work["sows"]:
             lines.append(_line(part["sow"], indent=2))
             lines += [_line(assignment, indent=4) for assignment in part["assignments"]]
+    if document["more"]:
+        lines.append(entry(f"and more: these are the {OUTCOMES_SHOWN} oldest."))
     return "\n".join(lines) or entry(f"{document['organization']} has no open outcome.")
 
 

@@ -45,6 +45,8 @@ CREATE OR REPLACE FUNCTION refuse_change() RETURNS trigger LANGUAGE plpgsql AS
 $$ BEGIN RAISE EXCEPTION '% is append-only', TG_TABLE_NAME USING ERRCODE = 'integrity_constraint_violation'; END $$
 """
 _QUOTED_OR_PLACEHOLDER = re.compile(r"""'[^']*'|"[^"]*"|--[^\n]*|\?""")
+_OLD_PLAN = "RevalidateCachedQuery"
+"""Where in the server the complaint comes from: its words depend on a language, its code says only "unsupported"."""
 _BUSY = (errors.LockNotAvailable, errors.QueryCanceled, errors.DeadlockDetected, errors.SerializationFailure)
 _UNAVAILABLE = (
     psycopg.OperationalError,
@@ -156,7 +158,9 @@ class PostgresConnection(Connection):
             cursor = self._raw.execute(cast("LiteralString", render(sql)), params)
             rows = cursor.fetchall() if cursor.description else []
             return Result(cast("list[Any]", rows), cursor.rowcount)
-        except errors.FeatureNotSupported as error:
+        except psycopg.Error as error:
+            if error.diag.source_function != _OLD_PLAN:
+                raise self._translated(error) from error
             self._raw.close()  # the session keeps plans; one of them is older than the schema
             raise Contention(
                 "The ledger was migrated by another process in this moment.",
@@ -164,8 +168,6 @@ class PostgresConnection(Connection):
                 why=_first_line(error),
                 next_command="repeat the command",
             ) from error
-        except psycopg.Error as error:
-            raise self._translated(error) from error
 
     def make_durable(self) -> None:
         """Nothing to do: every session asks for ``synchronous_commit``."""
