@@ -279,20 +279,9 @@ class Organization:
             except BaseException as error:
                 why = f"The worker was interrupted ({type(error).__name__})."
                 with suppress(SovereignError):  # lost or not: whoever interrupts must not be answered with a refusal
-                    self._end_run(assignment, attempt, runs.failure(attempt, "interrupted", why))
+                    runs.end(self.db, self.root, assignment, attempt, runs.failure(attempt, "interrupted", why))
                 raise
-            return self._end_run(assignment, attempt, receipt)
-
-    def _end_run(self, assignment: Assignment, attempt: ExecutionAttempt, receipt: Receipt) -> Receipt:
-        written = runs.finish(self.db, attempt, receipt)
-        try:
-            reclaim = runs.apply_workspace_policy(self.root, attempt.id, assignment.workspace_policy, written)
-            if reclaim.status != "partial":
-                with self.db.transaction() as connection:
-                    fencing.close_workspace(connection, attempt.id)
-        except (SovereignError, OSError) as error:  # the result is durable: what is left is a later tick's
-            log.warning("the folder of %s is left to the supervisor: %s", attempt.id, error)
-        return written
+            return runs.end(self.db, self.root, assignment, attempt, receipt)
 
     def _may_run(self, assignment: Assignment) -> ProviderSettings:
         """All that can be refused before anything is touched."""

@@ -25,6 +25,7 @@ from sovereign_agent.errors import AlreadyHeld, AuthorityLost, Contention, Ledge
 from sovereign_agent.providers.base import SUMMARY_LIMIT, Proposal
 from sovereign_agent.records import (
     ActorLease,
+    Assignment,
     AssignmentState,
     AttemptStatus,
     ExecutionAttempt,
@@ -115,6 +116,19 @@ def receipt_for(attempt: ExecutionAttempt, proposal: Proposal) -> Receipt:
 def failure(attempt: ExecutionAttempt, category: str, summary: str) -> Receipt:
     """The receipt of a run that came to no proposal."""
     return receipt_for(attempt, Proposal(ReceiptStatus.FAILED, category, summary, None))
+
+
+def end(db: Database, root: Path, assignment: Assignment, attempt: ExecutionAttempt, receipt: Receipt) -> Receipt:
+    """End one's own run: the terminal write, and only then what follows on disk. Raises as `finish` does."""
+    written = finish(db, attempt, receipt)
+    try:
+        reclaim = apply_workspace_policy(root, attempt.id, assignment.workspace_policy, written)
+        if reclaim.status != "partial":
+            with db.transaction() as connection:
+                fencing.close_workspace(connection, attempt.id)
+    except (SovereignError, OSError) as error:  # the result is durable: what is left is a later tick's
+        log.warning("the folder of %s is left to the supervisor: %s", attempt.id, error)
+    return written
 
 
 def finish(db: Database, attempt: ExecutionAttempt, receipt: Receipt) -> Receipt:
