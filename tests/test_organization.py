@@ -30,7 +30,7 @@ from support import (
     works,
 )
 
-from sovereign_agent import fencing, journal, organization, outcomes, runs, workspace
+from sovereign_agent import fencing, journal, organization, outcomes, runs, verdicts, workspace
 from sovereign_agent.clock import ManualClock
 from sovereign_agent.configuration import load
 from sovereign_agent.database import LEDGER_NAME, Connection, Database, Migration
@@ -633,6 +633,29 @@ def test_recovered_work_is_retried_by_an_explicit_assign_and_run_and_accepted(
         assert judge_and_accept(org, outcome.id, sow.id) == "ACCEPTED"
 
 
+def test_a_run_takes_over_an_attempt_that_has_run_out_and_its_work_is_judged_by_its_own_receipt(
+    at_work: Organization, clock: ManualClock
+) -> None:
+    with closing(Organization(at_work.root, clock=clock)) as org:
+        outcome, sow, assignment = governed_work(org)
+        lease = fencing.acquire_actor_lease(org.db, OPERATOR, "proc_gone", clock=clock)
+        fencing.acquire_execution_attempt(
+            org.db, assignment.id, OPERATOR, "proc_gone", lease.fencing_token, clock=clock
+        )
+        assert answer(org.run_assignment, assignment.id) == "actor_lease_held"
+        clock.advance(fencing.EXECUTION_ATTEMPT_TTL)
+        receipt = org.run_assignment(assignment.id)
+        facts = ledger_facts(org.db, assignment.id)
+        assert (facts["attempts"], facts["pointer"]) == (["RECOVERED", "DONE"], None)
+        assert facts["receipts"] == [("failed", "worker_lost"), ("completed", "")]
+        assert verdicts.completing_receipt(org.db.connection, sow.id) == receipt
+        assert tick(org).problems == ()
+        for each in journal.receipts_of(org.db.connection, assignment.id):
+            on_disk = workspace.locate(org.root, each.attempt_id).path / "receipt.json"
+            assert on_disk.read_text() == journal.receipt_json(each)
+        assert judge_and_accept(org, outcome.id, sow.id) == "ACCEPTED"
+
+
 def test_an_assignment_that_waits_can_be_called_off_and_given_out_anew(at_work: Organization) -> None:
     outcome, sow, assignment = governed_work(at_work)
     assert at_work.cancel(assignment.id, PRINCIPAL).state == "CANCELED"
@@ -686,6 +709,23 @@ def test_an_interrupted_run_is_recorded_and_then_the_interruption_goes_on(
     assert (facts["assignment"], facts["receipts"]) == ("FAILED", [("failed", "interrupted")])
     assert facts["attempts"] == ["DONE"]
     assert rows(at_work.db, "actor_leases") == []
+
+
+def test_a_run_that_is_interrupted_after_it_was_called_off_writes_nothing_and_is_interrupted_all_the_same(
+    at_work: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, assignment = governed_work(at_work)
+    before: list[Any] = []
+
+    def is_called_off_and_interrupted(*_: Any) -> Proposal:
+        at_work.cancel(assignment.id, PRINCIPAL)
+        before.append(everything(at_work))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(organization, "invoke_actor", is_called_off_and_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        at_work.run_assignment(assignment.id)
+    assert [everything(at_work)] == before
 
 
 @pytest.mark.parametrize(

@@ -394,6 +394,39 @@ def test_a_worker_killed_by_sigkill_after_any_ledger_statement_can_be_recovered_
     assert ends == {"CREATED", "RUNNING", "COMPLETED"}
 
 
+def tick_once(root: Path, now: datetime) -> None:
+    tick(Organization(root, clock=ManualClock(now)))
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+def test_a_supervisor_killed_by_sigkill_after_any_ledger_statement_is_continued_by_the_next_one(
+    org: Organization, clock: ManualClock
+) -> None:
+    with closing(Organization(org.root, clock=clock)) as heir:
+        ends: list[str] = []
+        for statement in itertools.count(1):
+            assignment, _ = abandoned(heir)
+            message = heir.send("master-course", OPERATOR, "s", "b")
+            relay.claim(heir.db, message.id, OPERATOR)
+            clock.advance(timedelta(days=1))
+            if not killed_after_statement(statement, tick_once, org.root, clock()):
+                break
+            left = ledger_facts(heir.db, assignment.id)
+            assert left in (RUNNING, RECOVERED), statement
+            report = tick(heir)
+            assert report.recovered_assignments == ((assignment.id,) if left == RUNNING else ())
+            assert ledger_facts(heir.db, assignment.id) == RECOVERED
+            assert relay.get_message(heir.db, message.id).state == "NEW"
+            assert_disk_follows_the_ledger(heir)
+            before = everything(heir)
+            assert tick(heir).problems == ()
+            assert everything(heir) == before
+            ends.append(left["assignment"])
+    assert len(ends) > 15
+    assert ends == sorted(ends, reverse=True), "once it is recovered, no later death undoes it"
+    assert {*ends} == {"RUNNING", "FAILED"}
+
+
 # --- supervisors and late workers (hazard 58) -------------------------------------------------------------
 
 

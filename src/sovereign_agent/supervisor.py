@@ -68,7 +68,7 @@ def tick(org: Organization, clock: Clock | None = None) -> SupervisorReport:
 def recover_abandoned_assignments(org: Organization, clock: Clock | None = None) -> tuple[Receipt, ...]:
     """End every RUNNING assignment whose attempt has run out, and return the receipts this call wrote.
 
-    (Unit 8, Property 4; Chapter 6)
+    What it has to leave alone, `tick` reports. (Unit 8, Property 4; Chapter 6)
     """
     problems: list[str] = []
     recovered = _recover(org, clock, problems)
@@ -91,7 +91,7 @@ def run(
     if once:
         _tick_and_show(org, on_tick)
         return 0
-    with suppress(KeyboardInterrupt), _first_signal_interrupts() as asked_to_stop:
+    with suppress(KeyboardInterrupt), first_signal_interrupts() as asked_to_stop:
         while not asked_to_stop():
             with suppress(Contention):
                 _tick_and_show(org, on_tick)
@@ -177,7 +177,7 @@ def _deal_with_folder(org: Organization, attempt_id: str, policy: str, problems:
 
 
 @contextmanager
-def _first_signal_interrupts() -> Generator[Callable[[], bool]]:
+def first_signal_interrupts() -> Generator[Callable[[], bool]]:
     """Let the first SIGINT or SIGTERM raise KeyboardInterrupt, and any further one do nothing.
 
     Yields the answer to whether one came. Inside a finalizer nothing is raised, because it would be swallowed there,

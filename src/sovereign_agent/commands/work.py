@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -64,8 +61,9 @@ def run(assignment: AssignmentId, *, root: Root = HERE, json: Json = False) -> N
     from sovereign_agent import outcomes
     from sovereign_agent.commands.waiting import waiting
     from sovereign_agent.records import ReceiptStatus
+    from sovereign_agent.supervisor import first_signal_interrupts
 
-    with _sigterm_interrupts(), opened(root) as org:
+    with first_signal_interrupts(), opened(root) as org:
         with waiting(org, assignment):
             receipt = org.run_assignment(assignment)
         sow = outcomes.get_assignment(org.db.connection, assignment).sow_id
@@ -100,12 +98,3 @@ def cancel(
         canceled = acts.get(subject.partition("_")[0], org.cancel)(subject, by)
     facts = [("look", f"sovereign-agent inspect {subject}")]
     answer(canceled, entry(f"{subject} is {canceled.state}.", facts), as_json=json)
-
-
-@contextmanager
-def _sigterm_interrupts() -> Generator[None]:
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
