@@ -91,6 +91,6 @@ def test_a_beat_is_never_changed(org: Process, clock: ManualClock, statement: st
 
 
 def test_a_beat_needs_a_source(org: Process, clock: ManualClock) -> None:
-    assert answer(record_heartbeat, org, "", clock=clock) == "constraint_broken"
+    assert answer(record_heartbeat, org, "", clock=clock) == "invalid_text"
     assert heartbeat_status(org, clock=clock).verdict is Verdict.NO_BEATS
     assert answer(record_heartbeat, org, "hook", clock=clock) == "done"

@@ -25,7 +25,7 @@ from support import answer, at_one_barrier, bump, child, counter, eventually, he
 
 from sovereign_agent import journal
 from sovereign_agent.clock import FIRST_MICROS, LAST_MICROS, ManualClock, SystemClock, micros, moment
-from sovereign_agent.database import Database, Migration, Transaction
+from sovereign_agent.database import Connection, Database, Migration
 from sovereign_agent.errors import ConstraintBroken, IllegalMove, LedgerFault, LedgerUnavailable
 from sovereign_agent.storage.migrate import core_migrations
 
@@ -218,7 +218,7 @@ def test_an_interrupt_before_the_body_gives_the_lock_back_by_itself(pairs: Datab
 def test_a_second_interrupt_on_the_way_out_is_made_up_for_by_the_next_use(
     pairs: Database, location: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(Transaction, "__del__")
+    monkeypatch.setattr(Connection, "_vanished", lambda *_: None)
     left_in_a_transaction(pairs)
     assert pairs.connection.in_transaction
     pairs.connection.execute("SELECT 1")
@@ -230,33 +230,38 @@ def test_a_second_interrupt_on_the_way_out_is_made_up_for_by_the_next_use(
 
 def hammered(pipe: Any, location: Location) -> None:
     """Insert pairs while SIGINT rains; tell which were acknowledged, then stay alive with the session open."""
-    armed: list[None] = []
+    left = fired = 0
 
     def on_sigint(*_: object) -> None:
-        if armed:
-            armed.pop()
+        nonlocal left, fired
+        if left:
+            left, fired = left - 1, fired + 1
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, on_sigint)
     db = location.open()
     add(db.connection, -1, "warm")
     pipe.send("ready")
-    acknowledged, interrupted, left_open = [], 0, 0
+    acknowledged, interrupted, swallowed, left_open = [], 0, 0, 0
     for n in range(100_000):
         if pipe.poll():
             break
-        with suppress(KeyboardInterrupt):
+        fired, caught = 0, False
+        try:
             try:
-                armed[:] = [None] * random.choice((1, 1, 2))  # noqa: S311
+                left = random.choice((1, 1, 2))  # noqa: S311
                 with db.immediate() as connection:
                     add(connection, n, "left")
                     add(connection, n, "right")
                 acknowledged.append(n)
             finally:
-                interrupted += len(armed) == 0
-                armed.clear()
+                left = 0
+        except KeyboardInterrupt:
+            caught = True
+        interrupted += caught
+        swallowed += fired > 0 and not caught
         left_open += db.connection.in_transaction
-    pipe.send((acknowledged, interrupted, left_open))
+    pipe.send((acknowledged, interrupted, swallowed, left_open))
     pipe.recv()
 
 
@@ -269,8 +274,9 @@ def test_no_interrupt_leaves_a_lock_or_half_a_transaction(location: Location) ->
             os.kill(process.pid, signal.SIGINT)
             time.sleep(random.uniform(0, 0.003))  # noqa: S311
         pipe.send("enough")
-        acknowledged, interrupted, left_open = heard(pipe)
+        acknowledged, interrupted, swallowed, left_open = heard(pipe)
         assert left_open == 0
+        assert swallowed == 0 or location.engine == "postgresql"  # where the driver's own __del__ can swallow one
         assert interrupted > 50
         with location.open(patience=IMPATIENT).immediate() as connection:  # at once, while the child lives
             add(connection, -2, "other")

@@ -97,7 +97,12 @@ class AuthoritySettings(_Table):
     """How long authority lasts without renewal, in seconds."""
 
     actor_lease_seconds: Seconds = 300.0
-    execution_attempt_seconds: Seconds = 900.0
+    execution_attempt_seconds: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 900.0
+
+    @property
+    def hosting_seconds(self) -> float:
+        """How long a run's lease lasts: as long as its attempt at least, because nothing renews it meanwhile."""
+        return max(self.actor_lease_seconds, self.execution_attempt_seconds)
 
 
 class ActorSettings(_Table):
@@ -212,13 +217,19 @@ def set_actor_provider(root: Path | str, actor_id: str, provider: str) -> None:
         os.close(folder)
 
 
+def check_default(root: Path, ledger_url: str) -> str:
+    """The default file's text with this ledger. Raises ConfigurationFault when the URL cannot be used."""
+    text = default_text().replace('url = ""', f"url = {json.dumps(ledger_url)}", 1)
+    _judged(root / FILE_NAME, text)
+    return text
+
+
 def write_default(root: Path, ledger_url: str = "") -> None:
     """Write the commented default file into `root`, unless a `sovereign.toml` stands there already.
 
     Raises ConfigurationFault, and writes nothing, when `ledger_url` cannot be used.
     """
-    text = default_text().replace('url = ""', f"url = {json.dumps(ledger_url)}", 1)
-    _judged(root / FILE_NAME, text)
+    text = check_default(root, ledger_url)
     temporary = root / f".{FILE_NAME}.{secrets.token_hex(8)}"
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -238,11 +249,11 @@ def resolve_reference(reference: str, root: Path) -> Any:
         sys.path.append(str(root))
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         raise ConfigurationFault(
             f"{reference} in {FILE_NAME} leads nowhere.",
             category="unresolved_reference",
-            why=str(error),
+            why=f"{type(error).__name__}: {error}",
             inspect=FILE_NAME,
             next_command="install the package, or correct the name (package.module:attribute)",
         ) from error

@@ -192,7 +192,7 @@ def _postgres(url: str, patience: timedelta, *, read_only: bool) -> Connection:
             "The PostgreSQL driver is not installed.",
             category="driver_missing",
             why=str(error),
-            next_command="pip install 'sovereign-agent[postgres]'",
+            next_command="pip install 'psycopg[binary]'",
         ) from error
     return PostgresConnection(url, patience=patience, read_only=read_only)
 

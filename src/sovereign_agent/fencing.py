@@ -357,7 +357,7 @@ def finish_own_attempt(connection: Connection, attempt: ExecutionAttempt, receip
     ).fetchone()
     if not end_attempt(connection, attempt, AttemptStatus.DONE, receipt, now=now):
         raise attempt_lost(attempt.assignment_id, attempt.id)
-    if lease is None or lease["fencing_token"] > attempt.actor_lease_fencing_token:
+    if lease is None or lease["fencing_token"] != attempt.actor_lease_fencing_token:
         raise _lease_lost(attempt.actor_id, attempt.actor_lease_fencing_token)
 
 
@@ -389,6 +389,20 @@ def attempts_between(connection: Connection, first: str, beyond: str, *, limit: 
         "SELECT * FROM execution_attempts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
     )
     return [_attempt(row) for row in rows]
+
+
+def orphans(connection: Connection, *, limit: int = 100) -> list[str]:
+    """Assignments that are RUNNING under an attempt that is not ACTIVE, or not there: only a hand can make one."""
+    rows = connection.execute(
+        """
+        SELECT a.id FROM assignments a
+         WHERE a.state = 'RUNNING' AND NOT EXISTS
+               (SELECT 1 FROM execution_attempts e WHERE e.id = a.current_execution_attempt AND e.status = 'ACTIVE')
+         ORDER BY a.id LIMIT ?
+        """,
+        (limit,),
+    )
+    return [row[0] for row in rows]
 
 
 def lock_expired_attempt(connection: Connection, attempt_id: str, clock: Clock | None) -> datetime | None:
@@ -498,9 +512,9 @@ def _lease_held(connection: Connection, actor_id: str) -> AlreadyHeld:
     return AlreadyHeld(
         f"Actor {actor_id} was not leased.",
         category="actor_lease_held",
-        why=f"Process {held.process_identity} hosts it until {held.expires_at} (token {held.fencing_token}).",
+        why=f"Process {held.process_identity} hosts it until {held.expires_at}. Wait, or free it if that one is gone.",
         inspect="sovereign-agent actor list",
-        next_command="wait for that process to end, or for its lease to run out, and repeat the command",
+        next_command=f"sovereign-agent actor free {actor_id} --by ACTOR",
     )
 
 
@@ -508,9 +522,9 @@ def _attempt_held(held: ExecutionAttempt) -> AlreadyHeld:
     return AlreadyHeld(
         f"Assignment {held.assignment_id} was not started.",
         category="execution_attempt_held",
-        why=f"Attempt {held.id} of process {held.process_identity} runs it until {held.expires_at} at least.",
+        why=f"Attempt {held.id} runs it until {held.expires_at} at least. Wait, or revoke it if its process is gone.",
         inspect=f"sovereign-agent inspect {held.assignment_id}",
-        next_command="wait, or revoke it: sovereign-agent cancel " + held.assignment_id,
+        next_command=f"sovereign-agent cancel {held.assignment_id} --by ACTOR",
     )
 
 

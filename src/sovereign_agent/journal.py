@@ -21,7 +21,7 @@ def to_json(value: Any) -> str:
     """JSON text that both engines hold alike: ASCII, sorted keys. Raises IllegalMove for NaN and infinities."""
     try:
         return json.dumps(value, allow_nan=False, sort_keys=True, separators=(",", ":"))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise IllegalMove(
             "A value was offered to the journal that JSON cannot hold.", category="invalid_number", why=str(error)
         ) from error

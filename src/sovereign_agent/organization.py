@@ -3,7 +3,8 @@
     outcome -> statement of work -> assignment -> run -> receipt -> verification -> review -> acceptance
 
 Every act asks two questions before it moves anything: does `sovereign.toml` give this actor that authority,
-and does the ledger show that the actor has had no other hand in this work. Actor ids are names, not
+and does the ledger forbid it by what the actor did before: nobody verifies what they did, reviews what they planned,
+assigned or did, or accepts what they did or reviewed. Actor ids are names, not
 credentials: who may speak for an actor is decided by who may run this program on this ledger.
 
 `run_assignment` never believes what it remembers. Its first act is the actor's lease, its last the lease's
@@ -83,10 +84,8 @@ class Organization:
             read_only=read_only,
             clock=clock,
         )
-        # Nothing renews a lease while a program runs, so it must last as long as the attempt that stands on it.
-        authority = self.settings.authority
-        lease_seconds = max(authority.actor_lease_seconds, authority.execution_attempt_seconds)
-        self._host = runs.Host(self.db, self.process_identity, timedelta(seconds=lease_seconds))
+        lease_ttl = timedelta(seconds=self.settings.authority.hosting_seconds)
+        self._host = runs.Host(self.db, self.process_identity, lease_ttl)
         try:
             for component, reference in self.settings.extensions.items():
                 self.db.extend(component, resolve_reference(reference, self.root))
@@ -104,9 +103,10 @@ class Organization:
             raise ConfigurationFault(
                 f"{folder} cannot be an organization's folder.", category="configuration", why=str(error.strerror)
             ) from error
-        configuration.write_default(folder, ledger_url)
-        url = configuration.load(folder).ledger.url
+        url = configuration.load(folder).ledger.url if (folder / configuration.FILE_NAME).exists() else ledger_url
+        configuration.check_default(folder, url)
         Database(url or folder / LEDGER_NAME, root=folder, create=True).close()
+        configuration.write_default(folder, url)  # last, so that a URL that leads nowhere leaves no settings behind
         return cls(folder, clock=clock)
 
     def close(self) -> None:

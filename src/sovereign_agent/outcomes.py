@@ -102,7 +102,8 @@ def lock_outcome(connection: Connection, outcome_id: str) -> Outcome:
 
 def reproject_outcome(connection: Connection, outcome_id: str, *, now: datetime) -> OutcomeState:
     """Derive an open outcome's state from its statements of work: READY, AT_RISK or ACTIVE."""
-    before = lock_outcome(connection, outcome_id).state
+    row = connection.execute("SELECT state FROM outcomes WHERE id = ? <for update>", (outcome_id,)).fetchone()
+    before = OutcomeState(row["state"]) if row else OutcomeState.CANCELED
     if before not in (OutcomeState.ACTIVE, OutcomeState.AT_RISK, OutcomeState.READY):
         return before
     after = _projection(connection, outcome_id)
@@ -450,12 +451,16 @@ def reviewers_on(connection: Connection, outcome_id: str) -> set[str]:
 # --- rows to records --------------------------------------------------------------------------------------
 
 
+KINDS = {"out": "an outcome", "sow": "a statement of work", "asg": "an assignment", "att": "an attempt"}
+
+
 def missing(kind: str, record_id: str) -> Refusal:
-    """The refusal for an id that names nothing."""
+    """The refusal for an id that names nothing, or nothing of that kind."""
+    other = KINDS.get(record_id.partition("_")[0])
     return Refusal(
         f"There is no {kind} {record_id}.",
         category=f"{kind}_missing",
-        why="No row of this ledger has that id.",
+        why=f"No {kind} of this ledger has that id{f', which is the form of {other}' if other else ''}.",
         inspect="sovereign-agent status",
     )
 
@@ -470,12 +475,20 @@ def illegal_move(kind: str, record_id: str, state: str, to: str) -> IllegalMove:
     )
 
 
+def _checks(stored: str) -> tuple[str, ...]:
+    """The names of an outcome's checks. What cannot be read becomes a check that no organization has."""
+    try:
+        return tuple(str(name) for name in json.loads(stored))
+    except (TypeError, ValueError):
+        return ("unreadable",)
+
+
 def _outcome(row: Row) -> Outcome:
     return Outcome(
         row["id"],
         row["title"],
         row["desired_state"],
-        tuple(json.loads(row["checks"])),
+        _checks(row["checks"]),
         row["owner"],
         row["subject"],
         OutcomeState(row["state"]),

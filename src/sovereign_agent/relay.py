@@ -170,20 +170,21 @@ def sweep_expired_claims(db: Database, clock: Clock | None = None, *, batch: int
     One transaction a batch. A message that was settled or claimed again in between is left alone.
     """
     swept: list[str] = []
+    last = 0
     while True:
         with db.transaction() as connection:
             now = db.now(clock)
             rows = connection.execute(
                 """
-                SELECT id, fencing_token, deliveries FROM messages
-                 WHERE state = 'CLAIMED' AND claim_expires_at <= ? ORDER BY claim_expires_at, id LIMIT ?
+                SELECT seq, id, fencing_token, deliveries FROM messages
+                 WHERE state = 'CLAIMED' AND claim_expires_at <= ? AND seq > ? ORDER BY seq LIMIT ?
                 """,
-                (micros(now), batch),
-            )
-            changed = [row["id"] for row in rows if _sweep(connection, row, now)]
-        swept += changed
-        if len(changed) < batch:
+                (micros(now), last, batch),
+            ).fetchall()
+            swept += [row["id"] for row in rows if _sweep(connection, row, now)]
+        if len(rows) < batch:
             return swept
+        last = rows[-1]["seq"]
 
 
 def _sweep(connection: Connection, row: Row, now: datetime) -> bool:

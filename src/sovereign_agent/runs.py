@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -119,8 +119,16 @@ def failure(attempt: ExecutionAttempt, category: str, summary: str) -> Receipt:
 
 
 def end(db: Database, root: Path, assignment: Assignment, attempt: ExecutionAttempt, receipt: Receipt) -> Receipt:
-    """End one's own run: the terminal write, and only then what follows on disk. Raises as `finish` does."""
-    written = finish(db, attempt, receipt)
+    """End one's own run: the terminal write, and only then what follows on disk. Raises as `finish` does.
+
+    Interrupted while it waits for the ledger, it tries once more before it gives way: the work is done.
+    """
+    try:
+        written = finish(db, attempt, receipt)
+    except (KeyboardInterrupt, SystemExit):
+        with suppress(SovereignError):
+            finish(db, attempt, receipt, patience_seconds=0)
+        raise
     try:
         reclaim = apply_workspace_policy(root, attempt.id, assignment.workspace_policy, written)
         if reclaim.status != "partial":
@@ -131,28 +139,35 @@ def end(db: Database, root: Path, assignment: Assignment, attempt: ExecutionAtte
     return written
 
 
-def finish(db: Database, attempt: ExecutionAttempt, receipt: Receipt) -> Receipt:
+def finish(
+    db: Database, attempt: ExecutionAttempt, receipt: Receipt, *, patience_seconds: float = ENDED_RUN_PATIENCE_SECONDS
+) -> Receipt:
     """The terminal write of the process that ran the assignment; returns the receipt as it was written.
 
     Repeated while the ledger is busy or out of reach, because hours of work may hang on it. Raises AuthorityLost
     (``execution_attempt_lost``, ``actor_lease_lost``), and Contention or LedgerUnavailable at the end of patience.
     """
-    deadline = monotonic() + ENDED_RUN_PATIENCE_SECONDS
+    deadline = monotonic() + patience_seconds
     while True:
         try:
-            with db.immediate() as connection:
-                now = db.now()
-                fencing.finish_own_attempt(connection, attempt, receipt, now=now)
-            return replace(receipt, created_at=now)
-        except AuthorityLost:
-            written = journal.receipt_of_attempt(db.connection, attempt.id)
-            if written and written.id == receipt.id:  # only the answer to an earlier commit was lost
-                return written
-            raise
-        except (Contention, LedgerUnavailable):
-            if monotonic() > deadline:
+            return _finish_once(db, attempt, receipt)
+        except (Contention, LedgerUnavailable) as error:
+            if monotonic() > deadline or error.category == "ledger_closed":
                 raise
             time.sleep(PAUSE_SECONDS)
+
+
+def _finish_once(db: Database, attempt: ExecutionAttempt, receipt: Receipt) -> Receipt:
+    try:
+        with db.immediate() as connection:
+            now = db.now()
+            fencing.finish_own_attempt(connection, attempt, receipt, now=now)
+        return replace(receipt, created_at=now)
+    except AuthorityLost:
+        written = journal.receipt_of_attempt(db.connection, attempt.id)
+        if written and written.id == receipt.id:  # only the answer to an earlier commit was lost
+            return written
+        raise
 
 
 def revoke(connection: Connection, attempt: ExecutionAttempt, actor_id: str, *, now: datetime) -> bool:

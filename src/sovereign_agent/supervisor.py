@@ -26,16 +26,19 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
+from typing import TypeVar
 
 from sovereign_agent import fencing, journal, relay, runs
 from sovereign_agent.clock import Clock
 from sovereign_agent.database import Database
-from sovereign_agent.errors import Contention, LedgerUnavailable
+from sovereign_agent.errors import Contention, LedgerUnavailable, SovereignError
 from sovereign_agent.fencing import WORKER_LOST
 from sovereign_agent.organization import Organization
 from sovereign_agent.records import ActorLease, AttemptStatus, ExecutionAttempt, Receipt
 
 __all__ = ["TICK_INTERVAL_SECONDS", "WORKER_LOST", "SupervisorReport", "recover_abandoned_assignments", "run", "tick"]
+
+T = TypeVar("T")
 
 TICK_INTERVAL_SECONDS = 2.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -56,10 +59,13 @@ class SupervisorReport:
 def tick(org: Organization, clock: Clock | None = None) -> SupervisorReport:
     """Reconcile once. Raises Contention, LedgerFault; whatever was committed before stands."""
     problems: list[str] = []
-    leases = fencing.expired_actor_leases(org.db, clock)
-    swept = relay.sweep_expired_claims(org.db, clock)
+    leases = _unless_broken(lambda: fencing.expired_actor_leases(org.db, clock), "leases", problems)
+    swept = _unless_broken(lambda: relay.sweep_expired_claims(org.db, clock), "mailbox claims", problems)
     recovered = _recover(org, clock, problems)
     _apply_workspace_policies(org, problems)
+    problems += [
+        f"Assignment {one} is RUNNING without an ACTIVE attempt." for one in fencing.orphans(org.db.connection)
+    ]
     return SupervisorReport(
         tuple(leases), tuple(swept), tuple(receipt.assignment_id for receipt in recovered), tuple(problems)
     )
@@ -85,7 +91,8 @@ def run(
 ) -> int:
     """Tick in the foreground every `interval` seconds until SIGINT or SIGTERM, or only `once`. Returns 0.
 
-    A busy ledger costs a tick, not the loop. LedgerFault ends it: that is for a human. A signal ends the loop at
+    A ledger that is busy or out of reach costs a tick, not the loop. Any other LedgerFault ends it: that is for a
+    human. A signal ends the loop at
     once, even in the middle of a tick, which a later one continues; from then on the process ignores both signals.
     """
     if once:
@@ -93,8 +100,13 @@ def run(
         return 0
     with suppress(KeyboardInterrupt), first_signal_interrupts() as asked_to_stop:
         while not asked_to_stop():
-            with suppress(Contention):
+            try:
                 _tick_and_show(org, on_tick)
+            except Contention:
+                pass
+            except LedgerUnavailable as error:
+                if on_tick:
+                    on_tick(SupervisorReport((), (), (), (f"{error} {error.why}",)))
             if not asked_to_stop():
                 time.sleep(interval)
     return 0
@@ -104,6 +116,17 @@ def _tick_and_show(org: Organization, on_tick: Callable[[SupervisorReport], None
     report = tick(org)
     if on_tick:
         on_tick(report)
+
+
+def _unless_broken(step: Callable[[], list[T]], what: str, problems: list[str]) -> list[T]:
+    """A step of the tick that a broken row may end, but not what comes after it."""
+    try:
+        return step()
+    except (Contention, LedgerUnavailable):
+        raise
+    except SovereignError as error:
+        problems.append(f"The {what} cannot be read: {error} {error.why}")
+        return []
 
 
 def _recover(org: Organization, clock: Clock | None, problems: list[str]) -> list[Receipt]:

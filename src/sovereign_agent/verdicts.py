@@ -73,7 +73,7 @@ def run_checks(
         check = resolve_reference(require_check(references, name), root)
         try:
             answer: Any = check(connection, outcome)
-        except Exception as error:  # noqa: BLE001 - a check is anybody's code, and one that breaks does not hold
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a check is anybody's code, and one that breaks does not hold
             verdicts[name] = failed(f"the check itself failed: {type(error).__name__}: {error}")
             break
         verdicts[name] = answer if isinstance(answer, Verdict) else failed(f"it answered {answer!r}, no Verdict")

@@ -345,8 +345,8 @@ def _pour(workspace: Workspace, name: str, limit: int, into: Callable[[bytes], o
             return descriptor
 
         try:
-            folder = enter(workspace.path, _FOLDER)
-            for part in folders:
+            folder = opened.enter_context(_runs(workspace.path.parents[2], create=False))
+            for part in (workspace.id, *folders):
                 _demand(stat.S_ISDIR, part, folder, name)
                 folder = enter(part, _FOLDER, folder)
             _demand(stat.S_ISREG, last, folder, name)

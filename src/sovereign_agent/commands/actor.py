@@ -8,6 +8,7 @@ import typer
 
 from sovereign_agent.commands.options import HERE, ActorId, By, Json, Root, opened
 from sovereign_agent.commands.printing import answer, entry
+from sovereign_agent.errors import Refusal
 
 app = typer.Typer(help="See who there is, and who works for whom.")
 
@@ -46,7 +47,12 @@ def free(actor: ActorId, *, by: By, root: Root = HERE, json: Json = False) -> No
     """Take an actor from a process that is gone, without waiting for its lease to run out."""
     with opened(root) as org:
         freed = org.free_actor(actor, by)
-    facts = [] if freed else [("why", "Nobody holds a lease on it, or the lease carries a run: cancel that first.")]
-    told = f"{actor} is free." if freed else f"{actor} was left as it is."
-    answer({"actor": actor, "freed": freed, "by": by}, entry(told, facts), as_json=json)
-    raise typer.Exit(0 if freed else 1)
+    if not freed:
+        raise Refusal(
+            f"{actor} was left as it is.",
+            category="actor_not_freed",
+            why="Nobody holds a lease on it, or the lease carries a run, which has to be canceled first.",
+            inspect="sovereign-agent status",
+            next_command="sovereign-agent cancel ASSIGNMENT --by ACTOR",
+        )
+    answer({"actor": actor, "freed": freed, "by": by}, entry(f"{actor} is free."), as_json=json)

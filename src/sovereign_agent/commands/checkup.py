@@ -142,7 +142,7 @@ def _clock(far_ahead: list[_Held]) -> Finding:
     if not far_ahead:
         return Finding("clock", Verdict.OK, "nothing is held for longer than can be meant")
     told = ", ".join(f"{one.name} until {plain(one.expires_at)}" for one in far_ahead[:5])
-    mend = "if the clock was set back, set it right, or revoke: sovereign-agent cancel ASSIGNMENT --by ACTOR"
+    mend = "if the clock was set back, set it right, or revoke: sovereign-agent cancel ASSIGNMENT, or actor free ACTOR"
     return Finding("clock", Verdict.WARN, f"{len(far_ahead)} held implausibly far ahead: {told}", mend)
 
 
@@ -151,7 +151,7 @@ def _end_of_time() -> datetime:
 
 
 def _leases(org: Organization) -> list[_Held]:
-    ttl = timedelta(seconds=org.settings.authority.actor_lease_seconds)
+    ttl = timedelta(seconds=org.settings.authority.hosting_seconds)
     leases = fencing.expired_actor_leases(org.db, _end_of_time, limit=LOOKED_AT)  # by then every one has run out
     return [_Held(lease.actor_id, lease.expires_at, ttl) for lease in leases]
 

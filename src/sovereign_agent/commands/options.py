@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sovereign_agent import __version__
+from sovereign_agent.commands import printing
 
 if TYPE_CHECKING:
     from sovereign_agent.organization import Organization
@@ -20,8 +21,15 @@ ROOT_HELP = "The organization's folder: the one with sovereign.toml."
 
 def _root(context: typer.Context, root: Path) -> Path:
     """The --root after the verb; without one the --root before it, which knows SOVEREIGN_ROOT too."""
-    source = context.get_parameter_source("root")
-    return root if source and source.name == "COMMANDLINE" else context.find_root().params["root"]
+    after = _typed(context.get_parameter_source("root"))
+    chosen = root if after else context.find_root().params["root"]
+    before = _typed(context.find_root().get_parameter_source("root"))
+    printing.asked_root = str(chosen) if after or before else ""
+    return chosen
+
+
+def _typed(source: Any) -> bool:
+    return source is not None and source.name == "COMMANDLINE"
 
 
 Root = Annotated[Path, typer.Option("--root", callback=_root, metavar="FOLDER", help=ROOT_HELP)]

@@ -7,6 +7,7 @@ Every text from outside is escaped here, so that none can move the cursor, forge
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from datetime import datetime
@@ -17,6 +18,10 @@ import typer
 
 Facts = Iterable[tuple[str, object]]
 
+COMMAND = "sovereign-agent "
+asked_root = ""
+"""The --root that was typed, if one was: whatever is to be typed next needs it too."""
+
 
 def answer(document: Any, text: str, *, as_json: bool) -> None:
     """Print what a verb found out or did: `document` for programs, `text` for people."""
@@ -25,10 +30,17 @@ def answer(document: Any, text: str, *, as_json: bool) -> None:
 
 def entry(sentence: str, facts: Facts = (), *, indent: int = 0) -> str:
     """A sentence, and below it each fact that is not empty, behind its label."""
-    told = [(label, plain(fact)) for label, fact in facts if fact not in (None, "", ())]
+    told = [(label, plain(_typeable(fact))) for label, fact in facts if fact not in (None, "", ())]
     width = max([6, *(len(label) for label, _ in told)])
     lines = [plain(sentence), *(f"  {label:<{width}} {fact}" for label, fact in told)]
     return "\n".join(" " * indent + line for line in lines)
+
+
+def _typeable(fact: object) -> object:
+    """A command of ours that was made for this --root, with it; anything else as it is."""
+    if asked_root and isinstance(fact, str) and fact.startswith(COMMAND) and "--root" not in fact:
+        return f"{fact} --root {shlex.quote(asked_root)}"
+    return fact
 
 
 def plain(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,9 +26,13 @@ def supervisor(
     and it begins no work. Starting it with the machine, restarting it and keeping its output is hosting a service,
     and that is the operating system's (systemd, launchd, a container), not this program's.
     """
-    from sovereign_agent.supervisor import run
+    from sovereign_agent.supervisor import TICK_INTERVAL_SECONDS, run
 
     with opened(root) as org:
+        if not (once or json) and sys.stderr.isatty():
+            typer.echo(
+                plain(f"Watching {org.root}, a tick every {TICK_INTERVAL_SECONDS:g} s. Ctrl-C ends it."), err=True
+            )
         run(org, once=once, on_tick=_show_json if json else _Lines(always=once))
 
 

@@ -9,6 +9,9 @@ import typer
 from sovereign_agent.commands.options import HERE, ActorId, AssignmentId, By, Json, OutcomeId, Root, SowId, opened
 from sovereign_agent.commands.printing import answer, entry
 
+NEXT = {"completed": "verify {}", "blocked": "ruling decide {} --decision TEXT", "failed": "assign {} ACTOR"}
+"""What a receipt of each status asks for, about its statement of work."""
+
 
 def plan(
     outcome: OutcomeId,
@@ -67,7 +70,6 @@ def run(assignment: AssignmentId, *, root: Root = HERE, json: Json = False) -> N
         with waiting(org, assignment):
             receipt = org.run_assignment(assignment)
         sow = outcomes.get_assignment(org.db.connection, assignment).sow_id
-    done = receipt.status is ReceiptStatus.COMPLETED
     failure = f" ({receipt.failure_category})" if receipt.failure_category else ""
     facts = [
         ("said", receipt.summary),
@@ -76,10 +78,10 @@ def run(assignment: AssignmentId, *, root: Root = HERE, json: Json = False) -> N
         ("receipt", receipt.id),
         ("files", ", ".join(str(file["name"]) for file in receipt.detail.get("deliverables", []))),
         ("look", f"sovereign-agent inspect {assignment}"),
-        ("next", f"sovereign-agent {f'verify {sow}' if done else f'assign {sow} ACTOR'} --by ACTOR"),
+        ("next", f"sovereign-agent {NEXT[receipt.status].format(sow)} --by ACTOR"),
     ]
     answer(receipt, entry(f"Assignment {assignment} is {receipt.status}{failure}.", facts), as_json=json)
-    raise typer.Exit(0 if done else 1)
+    raise typer.Exit(0 if receipt.status is ReceiptStatus.COMPLETED else 1)
 
 
 def cancel(
@@ -96,5 +98,9 @@ def cancel(
     with opened(root) as org:
         acts = {"sow": org.cancel_sow, "out": org.cancel_outcome}
         canceled = acts.get(subject.partition("_")[0], org.cancel)(subject, by)
-    facts = [("look", f"sovereign-agent inspect {subject}")]
+    sow = getattr(canceled, "sow_id", "")
+    facts = [
+        ("look", f"sovereign-agent inspect {subject}"),
+        ("next", f"sovereign-agent assign {sow} ACTOR --by ACTOR" if sow else ""),
+    ]
     answer(canceled, entry(f"{subject} is {canceled.state}.", facts), as_json=json)

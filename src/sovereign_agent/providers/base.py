@@ -210,7 +210,7 @@ def parse_report(content: bytes) -> Report:
     half a character, or nesting without end.
     """
     try:
-        value = json.loads(content.decode().removeprefix("\ufeff"))
+        value = json.loads(content.decode().removeprefix("\ufeff"), object_pairs_hook=_without_duplicates)
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -225,6 +225,13 @@ def parse_report(content: bytes) -> Report:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "the report"
         raise ValueError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands in it twice, and which of the two is meant nobody knows")
+    return found
 
 
 def _report(workspace: Workspace, reasons: dict[str, str]) -> Report | None:

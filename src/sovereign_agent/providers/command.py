@@ -46,12 +46,16 @@ class CommandProvider:
         )
 
 
+def _signal_name(number: int) -> str:
+    return Signals(number).name if number in set(Signals) else f"signal {number}"
+
+
 def _seen(ending: process.Ending) -> dict[str, str]:
     """The failure categories in how a program ended, each in a sentence."""
     if ending.ended_by == "timeout":
         return {"timeout": f"It was still running after {ending.duration_seconds:.1f} seconds and was ended."}
     if ending.signal is not None:
-        return {"killed": f"It was ended from outside, by {Signals(ending.signal).name}."}
+        return {"killed": f"It was ended from outside, by {_signal_name(ending.signal)}."}
     if ending.exit_code is None:
         return {"internal_error": "It ended, but how could not be learned: is SIGCHLD ignored in this process?"}
     return {"nonzero_exit": f"It ended with exit code {ending.exit_code}."} if ending.exit_code else {}

@@ -103,11 +103,6 @@ class Transaction:
         else:
             self._connection.rollback(self)
 
-    def __del__(self) -> None:
-        # A KeyboardInterrupt can land between __enter__ and the body, or at the door of __exit__; then nobody
-        # else gives the lock back.
-        self._connection.rollback(self)
-
 
 class Connection(ABC):
     """One session of one thread on one ledger. Not for sharing between threads or across a fork."""
@@ -150,7 +145,7 @@ class Connection(ABC):
                 next_command="pass the open connection to a function that takes one",
             )
         try:
-            self._owner = weakref.ref(owner)
+            self._owner = weakref.ref(owner, self._vanished)
             self._begin(ledger_lock=ledger_lock)
         except BaseException:
             self._undo()
@@ -169,7 +164,7 @@ class Connection(ABC):
 
     def rollback(self, owner: Transaction) -> None:
         """Undo `owner`'s transaction, if it is the open one. Never raises: the first error is the one to see."""
-        if self._owner is not None and self._owner() in (owner, None):
+        if self._owner is not None and self._owner() is owner:
             self._undo()
 
     def close(self) -> None:
@@ -177,6 +172,11 @@ class Connection(ABC):
         if not self.closed and self._pid == os.getpid():
             self.closed = True
             self._close()
+
+    def _vanished(self, _: object) -> None:
+        # A KeyboardInterrupt can land between __enter__ and the body, or at the door of __exit__; then nobody else
+        # gives the lock back. Not Transaction.__del__: that would run each time, and swallow an interrupt.
+        self._undo()
 
     def _undo(self) -> None:
         if self._pid == os.getpid():
@@ -189,7 +189,7 @@ class Connection(ABC):
         if self.closed:
             raise LedgerUnavailable("This session of the ledger is closed.", category="ledger_closed")
         if self._owner is not None and self._owner() is None:
-            self._undo()  # a second interrupt kept Transaction.__del__ from it
+            self._undo()  # a second interrupt kept `_vanished` from it
 
     def _require_open(self) -> None:
         if self._owner is not None and self._first_error is None and self.in_transaction:

@@ -216,7 +216,7 @@ class PostgresConnection(Connection):
                 inspect="sovereign-agent doctor",
                 next_command="repeat the command",
             )
-        if isinstance(error, psycopg.IntegrityError | psycopg.DataError):
+        if isinstance(error, psycopg.IntegrityError | psycopg.DataError | errors.ProgramLimitExceeded):
             return ConstraintBroken("The ledger refused a row.", category="constraint_broken", why=_first_line(error))
         if isinstance(error, _UNAVAILABLE):
             return LedgerUnavailable(

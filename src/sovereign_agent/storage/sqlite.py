@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -59,6 +59,9 @@ _SESSION = (
     f"journal_size_limit = {WAL_LIMIT_BYTES}",
     "schema_version",  # the first look into the file: whatever is wrong with it shows here
 )
+_READABLE = partial(str, encoding="utf-8", errors="replace")
+"""Text as it can be shown: bytes that somebody else wrote must not keep a reader from every other row."""
+
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _WITH = re.compile(r"(?:\s|--[^\n]*\n)*WITH\b", re.IGNORECASE)
 _WORDS = {"<for update>": "", "<for share>": "", "<skip locked>": ""}
@@ -137,6 +140,7 @@ class SQLiteConnection(Connection):
         try:
             raw = sqlite3.connect(name, uri=True, timeout=wait, isolation_level=None, check_same_thread=False)
             raw.row_factory = sqlite3.Row
+            raw.text_factory = _READABLE
             for pragma in _SESSION:
                 raw.execute(f"PRAGMA {pragma}").fetchall()
         except sqlite3.Error as error:

@@ -54,6 +54,7 @@ CREATE TABLE assignments (
     CHECK ((state = 'RUNNING') = (current_execution_attempt IS NOT NULL))
 ) <strict>;
 CREATE UNIQUE INDEX assignments_one_open_per_sow ON assignments (sow_id) WHERE state IN ('CREATED', 'RUNNING');
+CREATE INDEX assignments_running ON assignments (id) WHERE state = 'RUNNING';
 CREATE INDEX assignments_by_sow ON assignments (sow_id, created_at);
 
 -- home: fencing
