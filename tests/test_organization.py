@@ -828,7 +828,7 @@ def test_a_ledger_that_stays_busy_leaves_the_end_to_a_supervisor(
     def is_busy(*_: Any, **__: Any) -> None:
         raise Contention("The ledger is busy.")
 
-    monkeypatch.setattr(runs, "ENDED_RUN_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setitem(runs.finish.__kwdefaults__, "patience_seconds", 0.2)
     monkeypatch.setattr(fencing, "finish_own_attempt", is_busy)
     _, _, assignment = governed_work(at_work)
     with pytest.raises(Contention):

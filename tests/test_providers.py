@@ -754,12 +754,10 @@ def test_a_provider_is_built_from_its_settings() -> None:
     assert isinstance(build(ScriptedSettings(kind="scripted", steps=())), ScriptedProvider)
 
 
-def test_nothing_heavy_and_nothing_of_the_ledger_is_imported() -> None:
+def test_nothing_of_the_ledger_is_imported() -> None:
     code = """
 import sys
 import sovereign_agent.providers
-assert "sovereign_agent.providers.process" not in sys.modules
-import sovereign_agent.providers.command, sovereign_agent.providers.scripted
 print(sorted(name for name in sys.modules if name.startswith("sovereign_agent.")))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)

@@ -42,7 +42,7 @@ from support import (
 
 from sovereign_agent import fencing, journal, organization, outcomes, relay, supervisor, workspace
 from sovereign_agent.clock import ManualClock, micros
-from sovereign_agent.errors import Contention, LedgerUnavailable
+from sovereign_agent.errors import Contention, LedgerUnavailable, SchemaMismatch
 from sovereign_agent.fencing import ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL
 from sovereign_agent.organization import Organization
 from sovereign_agent.records import Assignment, ExecutionAttempt
@@ -563,12 +563,6 @@ def spoil_sow(org: Organization, attempt: ExecutionAttempt) -> None:
     org.db.connection.execute("UPDATE sows SET state = 'APPROVED' WHERE id = ?", (sow_id,))
 
 
-def spoil_outcome(org: Organization, attempt: ExecutionAttempt) -> None:
-    sow_id = outcomes.get_assignment(org.db.connection, attempt.assignment_id).sow_id
-    outcome_id = outcomes.get_sow(org.db.connection, sow_id).outcome_id
-    org.db.connection.execute("UPDATE outcomes SET checks = 'no JSON' WHERE id = ?", (outcome_id,))
-
-
 def write_a_receipt_too_early(org: Organization, attempt: ExecutionAttempt) -> None:
     with org.db.transaction() as connection:
         journal.write_receipt(connection, fencing.lost_receipt(attempt), at=org.db.now())
@@ -578,7 +572,6 @@ IMPOSSIBLE = pytest.mark.parametrize(
     "spoil",
     [
         pytest.param(spoil_sow, id="its sow is in another state"),
-        pytest.param(spoil_outcome, id="its outcome cannot be read"),
         pytest.param(write_a_receipt_too_early, id="its receipt is already there"),
     ],
 )
@@ -998,15 +991,12 @@ IN_A_FINALIZER = """
 import os, signal, sys
 from sovereign_agent import supervisor
 from sovereign_agent.organization import Organization
-from sovereign_agent.storage.engine import Transaction
-org, give_back = Organization(sys.argv[1]), Transaction.__del__
 
-def __del__(transaction):
-    os.kill(os.getpid(), signal.SIGINT)
-    give_back(transaction)
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
 
-Transaction.__del__ = __del__
-sys.exit(supervisor.run(org, interval=3600.0))
+sys.exit(supervisor.run(Organization(sys.argv[1]), interval=3600.0, on_tick=lambda report: Finalized() and None))
 """
 
 
@@ -1019,7 +1009,7 @@ def test_sigint_inside_a_finalizer_is_not_lost(org: Organization) -> None:
 def test_a_busy_ledger_costs_the_loop_a_tick_and_a_broken_one_ends_it(
     org: Organization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = [Contention("busy"), tick(org), LedgerUnavailable("gone")]
+    answers = [Contention("busy"), LedgerUnavailable("gone"), tick(org), SchemaMismatch("another version's")]
     shown: list[supervisor.SupervisorReport] = []
 
     def one_after_another(_org: Organization) -> supervisor.SupervisorReport:
@@ -1029,9 +1019,9 @@ def test_a_busy_ledger_costs_the_loop_a_tick_and_a_broken_one_ends_it(
         return said
 
     monkeypatch.setattr(supervisor, "tick", one_after_another)
-    with pytest.raises(LedgerUnavailable):
+    with pytest.raises(SchemaMismatch):
         supervisor.run(org, interval=0.0, on_tick=shown.append)
-    assert len(shown) == 1
+    assert [report.problems for report in shown] == [("gone ",), ()]
 
 
 def test_once_a_busy_ledger_is_said_to_be_busy(org: Organization, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,9 @@ def _attempt(given: list[str]) -> int:
 def _invoke(given: list[str]) -> int:
     import typer.main
 
+    from sovereign_agent.commands import printing
+
+    printing.asked_root = ""
     usage_error = cast("type[typer.BadParameter]", typer.BadParameter.__base__)  # the name that Typer does not export
     command = typer.main.get_command(application())
     try:

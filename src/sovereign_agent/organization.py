@@ -3,9 +3,9 @@
     outcome -> statement of work -> assignment -> run -> receipt -> verification -> review -> acceptance
 
 Every act asks two questions before it moves anything: does `sovereign.toml` give this actor that authority,
-and does the ledger forbid it by what the actor did before: nobody verifies what they did, reviews what they planned,
-assigned or did, or accepts what they did or reviewed. Actor ids are names, not
-credentials: who may speak for an actor is decided by who may run this program on this ledger.
+and does the ledger forbid it by what the actor did before: nobody verifies what they did, reviews what they
+planned, assigned or did, or accepts what they did or reviewed. Actor ids are names, not credentials: who may
+speak for an actor is decided by who may run this program on this ledger.
 
 `run_assignment` never believes what it remembers. Its first act is the actor's lease, its last the lease's
 release; in between the terminal write is refused if the attempt is no longer the current one, and then

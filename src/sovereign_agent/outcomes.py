@@ -235,22 +235,12 @@ def create_assignment(
 ) -> Assignment:
     """Give a statement of work to an actor: a first time, or again after it failed, blocked or was rejected."""
     move_sow(connection, sow_id, ASSIGNABLE_SOW_STATES, SowState.ASSIGNED, actor=planner_id, now=now)
-    assignment = Assignment(
-        id=new_id("asg"),
-        sow_id=sow_id,
-        actor_id=actor_id,
-        planner_id=planner_id,
-        workspace_policy=workspace_policy,
-        state=AssignmentState.CREATED,
-        current_execution_attempt=None,
-        created_at=moment(micros(now)),
-        finished_at=None,
-    )
-    connection.execute(
+    inserted = connection.execute(
         "INSERT INTO assignments (id, sow_id, actor_id, planner_id, workspace_policy, state, created_at)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (assignment.id, sow_id, actor_id, planner_id, workspace_policy, assignment.state, micros(now)),
+        " VALUES (?, ?, ?, ?, ?, 'CREATED', ?) RETURNING *",
+        (new_id("asg"), sow_id, actor_id, planner_id, workspace_policy, micros(now)),
     )
+    assignment = _assignment(inserted.rows[0])
     journal.record(connection, "assignment.created", assignment.id, actor=planner_id, at=now, detail={"to": actor_id})
     return assignment
 

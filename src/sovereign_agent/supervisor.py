@@ -41,6 +41,9 @@ __all__ = ["TICK_INTERVAL_SECONDS", "WORKER_LOST", "SupervisorReport", "recover_
 T = TypeVar("T")
 
 TICK_INTERVAL_SECONDS = 2.0
+FINALIZERS = ("__del__", "_vanished")
+"""Functions that Python calls while it collects: what is raised in one is printed and lost."""
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 RECOVERY_BATCH = 50
 """How many recoveries share one transaction: few enough that work can be claimed in between."""
@@ -92,8 +95,8 @@ def run(
     """Tick in the foreground every `interval` seconds until SIGINT or SIGTERM, or only `once`. Returns 0.
 
     A ledger that is busy or out of reach costs a tick, not the loop. Any other LedgerFault ends it: that is for a
-    human. A signal ends the loop at
-    once, even in the middle of a tick, which a later one continues; from then on the process ignores both signals.
+    human. A signal ends the loop at once, even in the middle of a tick, which a later one continues; from then on
+    the process ignores both signals.
     """
     if once:
         _tick_and_show(org, on_tick)
@@ -210,7 +213,7 @@ def first_signal_interrupts() -> Generator[Callable[[], bool]]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         came.append(number)
-        while frame and frame.f_code.co_name != "__del__":
+        while frame and frame.f_code.co_name not in FINALIZERS:
             frame = frame.f_back
         if len(came) == 1 and not frame:
             raise KeyboardInterrupt
