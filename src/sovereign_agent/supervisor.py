@@ -212,10 +212,11 @@ def first_signal_interrupts() -> Generator[Callable[[], bool]]:
     came: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        first = not came  # asked before anything else: a second signal may land inside this very function
         came.append(number)
         while frame and frame.f_code.co_name not in FINALIZERS:
             frame = frame.f_back
-        if len(came) == 1 and not frame:
+        if first and not frame:
             raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
