@@ -15,24 +15,24 @@ REPEATS = 200
 FILL = {
     "sows": """
         INSERT INTO sows (id, outcome_id, scope, role, created_by, state, created_at)
-        WITH RECURSIVE n (i) AS (SELECT ? UNION ALL SELECT i + 1 FROM n WHERE i < ?)
+        WITH RECURSIVE n (i) AS (SELECT CAST(? AS BIGINT) UNION ALL SELECT i + 1 FROM n WHERE i < ?)
         SELECT 'sow_' || i, ?, 'past', 'operator', 'master-course', 'APPROVED', 1 FROM n
     """,
     "assignments": """
         INSERT INTO assignments (id, sow_id, actor_id, planner_id, workspace_policy, state, created_at, finished_at)
-        WITH RECURSIVE n (i) AS (SELECT ? UNION ALL SELECT i + 1 FROM n WHERE i < ?)
+        WITH RECURSIVE n (i) AS (SELECT CAST(? AS BIGINT) UNION ALL SELECT i + 1 FROM n WHERE i < ?)
         SELECT 'asg_' || i, 'sow_' || i, 'operator-course', 'master-course', 'persistent', 'COMPLETED', 1, 2 FROM n
     """,
     "attempts": """
         INSERT INTO execution_attempts (id, assignment_id, actor_id, process_identity, fencing_token,
                actor_lease_fencing_token, status, acquired_at, expires_at, deadline, workspace_open)
-        WITH RECURSIVE n (i) AS (SELECT ? UNION ALL SELECT i + 1 FROM n WHERE i < ?)
+        WITH RECURSIVE n (i) AS (SELECT CAST(? AS BIGINT) UNION ALL SELECT i + 1 FROM n WHERE i < ?)
         SELECT 'att_' || i, 'asg_' || i, 'operator-course', 'proc_past', -i, -i, 'DONE', 1, 2, 2, 0 FROM n
     """,
     "messages": """
         INSERT INTO messages (id, sender, recipient, subject, body, state, claim_owner, fencing_token,
                claim_expires_at, deliveries, ready_at, created_at)
-        WITH RECURSIVE n (i) AS (SELECT ? UNION ALL SELECT i + 1 FROM n WHERE i < ?)
+        WITH RECURSIVE n (i) AS (SELECT CAST(? AS BIGINT) UNION ALL SELECT i + 1 FROM n WHERE i < ?)
         SELECT 'msg_' || i, 'master-course', 'operator-course', 's', 'b', 'DONE', 'operator-course', -i, 2, 1, 1, 1
           FROM n
     """,

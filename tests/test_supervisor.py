@@ -338,7 +338,7 @@ def test_workspace_reclaim_comes_after_the_recovery_is_durable(
         pytest.param("workspace:reclaim_workspace", COMPLETED, COMPLETED, False, id="before it tidies up"),
         pytest.param("workspace:_sweep", COMPLETED, COMPLETED, False, id="while it tidies up"),
         pytest.param("fencing:close_workspace", COMPLETED, COMPLETED, False, id="after it has tidied up"),
-        pytest.param("fencing:release_actor_lease", COMPLETED, COMPLETED, False, id="before the lease goes back"),
+        pytest.param("fencing:release_lease", COMPLETED, COMPLETED, False, id="before the lease goes back"),
     ],
 )
 def test_a_worker_sigkilled_anywhere_is_recovered_or_was_already_done(

@@ -138,13 +138,16 @@ def acquire_or_renew_actor_lease(
     clock: Clock | None = None,
 ) -> ActorLease:
     """Extend this process's own lease where it holds one, else take it. Raises AlreadyHeld."""
-    held = current_actor_lease(db, actor_id)
-    if held and held.process_identity == process_identity:
-        try:
-            return renew_actor_lease(db, actor_id, process_identity, held.fencing_token, ttl=ttl, clock=clock)
-        except AuthorityLost:
-            pass  # it ran out, so it is taken like anybody's: under a new token
-    return acquire_actor_lease(db, actor_id, process_identity, ttl=ttl, clock=clock)
+    try:
+        return acquire_actor_lease(db, actor_id, process_identity, ttl=ttl, clock=clock)
+    except AlreadyHeld:
+        held = current_actor_lease(db, actor_id)
+        if held is None or held.process_identity != process_identity:
+            raise
+    try:
+        return renew_actor_lease(db, actor_id, process_identity, held.fencing_token, ttl=ttl, clock=clock)
+    except AuthorityLost:  # it ran out just now, so it is taken like anybody's: under a new token
+        return acquire_actor_lease(db, actor_id, process_identity, ttl=ttl, clock=clock)
 
 
 def release_actor_lease(db: Database, actor_id: str, process_identity: str, fencing_token: int) -> bool:

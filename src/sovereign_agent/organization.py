@@ -279,9 +279,9 @@ class Organization:
             except BaseException as error:
                 why = f"The worker was interrupted ({type(error).__name__})."
                 with suppress(SovereignError):  # lost or not: whoever interrupts must not be answered with a refusal
-                    runs.end(self.db, self.root, assignment, attempt, runs.failure(attempt, "interrupted", why))
+                    self._host.end(self.root, assignment, attempt, runs.failure(attempt, "interrupted", why))
                 raise
-            return runs.end(self.db, self.root, assignment, attempt, receipt)
+            return self._host.end(self.root, assignment, attempt, receipt)
 
     def _may_run(self, assignment: Assignment) -> ProviderSettings:
         """All that can be refused before anything is touched."""

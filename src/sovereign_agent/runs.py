@@ -51,6 +51,7 @@ class Host:
         self._ttl = ttl
         self._lock = threading.Lock()
         self._runs: Counter[int] = Counter()  # by the token of the lease that they stand on
+        self._tidy: list[str] = []  # attempts whose folder is dealt with; noted when the lease is given back
 
     @contextmanager
     def hosting(self, actor_id: str) -> Generator[ActorLease]:
@@ -86,10 +87,32 @@ class Host:
         if self._runs[lease.fencing_token]:
             return
         del self._runs[lease.fencing_token]
+        tidy, self._tidy = self._tidy, []
         try:
-            fencing.release_actor_lease(self._db, lease.actor_id, self._process_identity, lease.fencing_token)
+            with self._db.transaction() as connection:
+                for attempt_id in tidy:
+                    fencing.close_workspace(connection, attempt_id)
+                fencing.release_lease(connection, lease.actor_id, self._process_identity, lease.fencing_token)
         except SovereignError as error:  # it runs out by itself; how the run ended is already settled
             log.warning("lease on %s was not released: %s", lease.actor_id, error)
+
+    def end(self, root: Path, assignment: Assignment, attempt: ExecutionAttempt, receipt: Receipt) -> Receipt:
+        """End one's own run: the terminal write, and only then what follows on disk. Raises as `finish` does.
+
+        Interrupted while it waits for the ledger, it tries once more before it gives way: the work is done.
+        """
+        try:
+            written = finish(self._db, attempt, receipt)
+        except (KeyboardInterrupt, SystemExit):
+            with suppress(SovereignError):
+                finish(self._db, attempt, receipt, patience_seconds=0)
+            raise
+        try:
+            if apply_workspace_policy(root, attempt.id, assignment.workspace_policy, written).status != "partial":
+                self._tidy.append(attempt.id)
+        except (SovereignError, OSError) as error:  # the result is durable: what is left is a later tick's
+            log.warning("the folder of %s is left to the supervisor: %s", attempt.id, error)
+        return written
 
 
 def receipt_for(attempt: ExecutionAttempt, proposal: Proposal) -> Receipt:
@@ -116,27 +139,6 @@ def receipt_for(attempt: ExecutionAttempt, proposal: Proposal) -> Receipt:
 def failure(attempt: ExecutionAttempt, category: str, summary: str) -> Receipt:
     """The receipt of a run that came to no proposal."""
     return receipt_for(attempt, Proposal(ReceiptStatus.FAILED, category, summary, None))
-
-
-def end(db: Database, root: Path, assignment: Assignment, attempt: ExecutionAttempt, receipt: Receipt) -> Receipt:
-    """End one's own run: the terminal write, and only then what follows on disk. Raises as `finish` does.
-
-    Interrupted while it waits for the ledger, it tries once more before it gives way: the work is done.
-    """
-    try:
-        written = finish(db, attempt, receipt)
-    except (KeyboardInterrupt, SystemExit):
-        with suppress(SovereignError):
-            finish(db, attempt, receipt, patience_seconds=0)
-        raise
-    try:
-        reclaim = apply_workspace_policy(root, attempt.id, assignment.workspace_policy, written)
-        if reclaim.status != "partial":
-            with db.transaction() as connection:
-                fencing.close_workspace(connection, attempt.id)
-    except (SovereignError, OSError) as error:  # the result is durable: what is left is a later tick's
-        log.warning("the folder of %s is left to the supervisor: %s", attempt.id, error)
-    return written
 
 
 def finish(
