@@ -179,7 +179,15 @@ def run_pytest(tree: Path, arguments: list[str], report: Path | None = None) -> 
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     path = os.pathsep.join([str(tree / "src"), str(Path(__file__).resolve().parent)])
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            f"--basetemp={tree.parent / 'basetemp'}",
+            *arguments,
+        ],
         cwd=tree,
         env=inherited | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", REPORT: str(report or "")},
         capture_output=True,
