@@ -812,7 +812,9 @@ def test_a_ledger_that_is_busy_for_seven_seconds_at_the_end_of_a_run_does_not_lo
             proposal = works(*args)
             _, pipe = stack.enter_context(child(holding, location))
             assert heard(pipe) == "holding"
-            threading.Timer(7, pipe.send, ["go on"]).start()
+            timer = threading.Timer(7, pipe.send, ["go on"])
+            stack.callback(timer.cancel)
+            timer.start()
             return proposal
 
         monkeypatch.setattr(session, "begin", noting)

@@ -488,7 +488,6 @@ def test_of_two_supervisors_and_a_late_worker_exactly_one_writes_the_end(org: Or
     assert len(rows(org.db, "receipts")) == rounds
     assert rows(org.db, "actor_leases") == []
     assert_disk_follows_the_ledger(org)
-    print("won", len(won), "lost", len(lost))
     assert won, "the worker never came first"
     assert lost, "no supervisor ever came first"
 
