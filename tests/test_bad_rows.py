@@ -17,7 +17,7 @@ from conftest import Location
 from support import eventually, governed_work, without_checks, works
 
 from sovereign_agent import fencing, journal, organization, outcomes, relay, verdicts, workspace
-from sovereign_agent.clock import ManualClock, micros
+from sovereign_agent.clock import ManualClock
 from sovereign_agent.configuration import CommandSettings
 from sovereign_agent.organization import Organization
 from sovereign_agent.providers import build
@@ -193,6 +193,4 @@ def test_an_interruption_while_the_ledger_is_busy_does_not_lose_finished_work(
         org.run_assignment(assignment.id)
         eventually(lambda: False, within=5)  # the signal is on its way
     holder.join()
-    (receipt,) = journal.receipts_of(org.db.connection, assignment.id)
-    assert receipt.status == "completed"
-    assert micros(receipt.created_at or org.db.now()) > 0
+    assert [receipt.status for receipt in journal.receipts_of(org.db.connection, assignment.id)] == ["completed"]

@@ -54,10 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what the locale cannot show is escaped
     try:
-        return _attempt(given)
+        code = _attempt(given)
     except (BrokenPipeError, SystemExit):  # the second is rich's answer to a closed pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
-        return CLOSED_PIPE
+        code = CLOSED_PIPE
+    try:
+        sys.stdout.flush()
+    except OSError:  # what could not be written has been told; the interpreter would complain once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 
 def application() -> typer.Typer:
