@@ -226,7 +226,7 @@ class Verdicts:
             self.of.setdefault(item.nodeid, PASSED)
         elif report.when == "call" and call.excinfo and asserted(call.excinfo.value):
             self.of[item.nodeid] = ASSERTION
-        else:
+        elif self.of.get(item.nodeid) != ASSERTION:  # a fixture may well break down after a test that failed
             cause = call.excinfo.typename if call.excinfo else "no exception"
             self.of[item.nodeid] = f"failed with {cause} in {report.when}"
         return report

@@ -113,12 +113,13 @@ def test_a_root_whose_inner_folder_is_a_link_is_refused_before_anything_is_touch
 ) -> None:
     (root / part).parent.mkdir(exist_ok=True)
     (root / part).symlink_to(outside, target_is_directory=True)
-    before = photograph(root, root / "none")
+    before, beyond = photograph(root, root / "none"), photograph(outside, outside / "none")
     assert category(check_root, root) == "symlinked_workspace_root"
     assert category(allocate, root, "run-1") == "symlinked_workspace_root"
     assert category(write_receipt, root, "run-1", "{}") == "symlinked_workspace_root"
     assert reclaim_workspace(root, "run-1", "temporary_directory").status == "partial"
     assert photograph(root, root / "none") == before
+    assert photograph(outside, outside / "none") == beyond
 
 
 def test_a_file_in_the_place_of_the_inner_folder_is_refused(root: Path) -> None:
@@ -457,11 +458,13 @@ def test_hazard_81_a_mount_point_is_not_entered(root: Path, run: Workspace, outs
     if bound.returncode:
         pytest.skip(f"no bind mount here: {bound.stderr!r}")
     moved: list[Path] = []
+    before = outside.stat().st_mode
     try:
         reclaim = reclaim_workspace(root, "run-1", "temporary_directory")
         moved = [path / "mounted" for path in run.path.glob("reclaiming-*")]
     finally:
         subprocess.run(["umount", *(moved or [mounted])], check=True)
+    assert outside.stat().st_mode == before
     assert reclaim.status == "partial"
     assert any("sub/mounted" in line and "busy" in line for line in reclaim.leftovers)
     assert reclaim_workspace(root, "run-1", "temporary_directory") == Reclaim("reclaimed")
