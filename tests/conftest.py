@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,10 @@ import pytest
 from sovereign_agent.clock import ManualClock
 from sovereign_agent.database import LEDGER_NAME, Database
 from sovereign_agent.organization import Organization
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background by a shell, which lets its jobs ignore SIGINT; the programs tested would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ENGINES = ("sqlite", "postgresql")
 
