@@ -73,6 +73,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         server.close()
         return
     os.environ.setdefault("XDG_RUNTIME_DIR", str(root))
+    os.environ["PATH"] += f"{os.pathsep}/usr/sbin"  # as root the server needs useradd, and a plain PATH has none
     try:
         started = _started(root)
     except Exception as error:  # noqa: BLE001 - whatever keeps a server from starting
