@@ -210,6 +210,7 @@ def new_assignment(db: Database, actor_id: str = ACTOR, *, clock: Clock | None =
             actor_id=actor_id,
             planner_id="master",
             workspace_policy="temporary_directory",
+            maximum_seconds=86_400,
             now=now,
         )
 
@@ -363,7 +364,7 @@ def governed_work(
     return outcome, sow, org.assign(sow.id, worker, "master-course", workspace_policy=policy)
 
 
-def works(_settings: Any, _envelope: Any, folder: Workspace) -> Proposal:
+def works(_settings: Any, _envelope: Any, folder: Workspace, *_: Any) -> Proposal:
     """A program that does its work at once, in this process; it stands in for `organization.invoke_actor`."""
     (folder.raw / "stream.log").write_text("...half a stream...")
     (folder.out / "till.txt").write_text("counted: 412.50\n")

@@ -23,8 +23,11 @@ FINISHED = 5_000
 HISTORY = (
     "INSERT INTO outcomes SELECT 'out_' || i, 't', 'd', '[]', 'o', '', 'ACCEPTED', i FROM n",
     "INSERT INTO sows SELECT 'sow_' || i, 'out_' || i, 's', 'operator', 'm', NULL, 'APPROVED', i FROM n",
-    "INSERT INTO assignments SELECT 'asg_' || i, 'sow_' || i, ?, 'm', 'persistent', 'COMPLETED', NULL, i, i FROM n",
-    "INSERT INTO execution_attempts SELECT 'att_' || i, 'asg_' || i, ?, 'p', -i, -i, 'DONE', i, i, i, 0 FROM n",
+    "INSERT INTO assignments SELECT 'asg_' || i, 'sow_' || i, ?, 'm', 'persistent', 'COMPLETED', NULL, i, i, 60 FROM n",
+    (
+        "INSERT INTO execution_attempts"
+        " SELECT 'att_' || i, 'asg_' || i, ?, 'p', -i, -i, 'DONE', i, i, i, 0, '', '{}', i, '', 0 FROM n"
+    ),
     "INSERT INTO receipts SELECT 'rcp_' || i, 'asg_' || i, 'att_' || i, ?, 'completed', '', 's', '{}', i FROM n",
     "INSERT INTO actor_leases SELECT 'actor_' || i, 'p', -i, i, 253402300799999999 FROM n",
     """INSERT INTO messages (id, sender, recipient, subject, body, state, claim_owner, fencing_token, claim_expires_at,

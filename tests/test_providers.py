@@ -33,6 +33,7 @@ from sovereign_agent.providers.base import (
     parse_report,
 )
 from sovereign_agent.providers.command import CommandProvider
+from sovereign_agent.providers.process import Leash
 from sovereign_agent.providers.scripted import ScriptedProvider
 from sovereign_agent.records import ReceiptStatus
 from sovereign_agent.workspace import Deliverable, Workspace, allocate
@@ -66,14 +67,14 @@ def command(*argv: str, timeout: float = 30, grace: float = 1, names: tuple[str,
 
 
 def python(run: Workspace, code: str, *, timeout: float = 30, grace: float = 1, **changes: Any) -> Proposal:
-    return command(sys.executable, "-c", code, timeout=timeout, grace=grace).run(envelope(**changes), run)
+    return command(sys.executable, "-c", code, timeout=timeout, grace=grace).run(envelope(**changes), run, Leash())
 
 
 def scripted(run: Workspace, *steps: dict[str, Any], timeout: float = 30) -> Proposal:
     settings = ScriptedSettings(
         kind="scripted", steps=tuple(Step.model_validate(step) for step in steps), timeout_seconds=timeout
     )
-    return ScriptedProvider(settings).run(envelope(), run)
+    return ScriptedProvider(settings).run(envelope(), run, Leash())
 
 
 def verdict(proposal: Proposal) -> tuple[str, str]:
@@ -360,7 +361,7 @@ def unstartable(case: str, folder: Path) -> str:
 def test_hazard_19_a_program_that_cannot_be_started_is_failed_with_the_real_cause(
     run: Workspace, tmp_path: Path, case: str
 ) -> None:
-    proposal = command(unstartable(case, tmp_path)).run(envelope(), run)
+    proposal = command(unstartable(case, tmp_path)).run(envelope(), run, Leash())
     assert verdict(proposal) == ("failed", "provider_unavailable")
     assert CAUSES[case] in proposal.summary
 
@@ -395,7 +396,7 @@ def test_hazard_21_arguments_that_are_too_long_are_refused(run: Workspace) -> No
 
 def test_hazard_19_its_twin_a_script_with_an_interpreter_runs(run: Workspace, tmp_path: Path) -> None:
     script = _script(tmp_path, f"#!/bin/sh\necho '{json.dumps(REPORT)}' > .sovereign-out/report.json\n")
-    assert verdict(command(script).run(envelope(), run)) == COMPLETED
+    assert verdict(command(script).run(envelope(), run, Leash())) == COMPLETED
 
 
 def test_a_program_is_found_on_the_path_of_the_worker(
@@ -403,7 +404,7 @@ def test_a_program_is_found_on_the_path_of_the_worker(
 ) -> None:
     _script(tmp_path, "#!/bin/sh\nexit 5\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert command("program").run(envelope(), run).detail["exit_code"] == 5
+    assert command("program").run(envelope(), run, Leash()).detail["exit_code"] == 5
 
 
 # what it is told
@@ -439,7 +440,7 @@ def test_hazard_22_only_a_handful_of_variables_is_passed_on(run: Workspace, monk
         monkeypatch.setenv(name, os.environ.get(name, "C"))
     code = GOOD + "open('seen', 'w').write(json.dumps(dict(os.environ)))"
     provider = command(sys.executable, "-I", "-c", code, names=("MY_KEY", "NOT_SET"))
-    assert verdict(provider.run(envelope(), run)) == COMPLETED
+    assert verdict(provider.run(envelope(), run, Leash())) == COMPLETED
     seen = json.loads((run.path / "seen").read_text())
     others = {name for name in os.environ if name.startswith("LC_")}
     told = {"SOVEREIGN_ASSIGNMENT": "asg_1", "SOVEREIGN_ATTEMPT": "att_1", "SOVEREIGN_OUT": str(run.out)}
@@ -450,7 +451,7 @@ def test_hazard_22_only_a_handful_of_variables_is_passed_on(run: Workspace, monk
 def test_hazard_22_a_missing_path_and_home_are_no_trouble(run: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("PATH")
-    assert command("sh", "-c", "exit 6").run(envelope(), run).detail["exit_code"] == 6
+    assert command("sh", "-c", "exit 6").run(envelope(), run, Leash()).detail["exit_code"] == 6
 
 
 def test_it_runs_in_its_folder_in_a_session_of_its_own_and_writes_for_this_user_only(run: Workspace) -> None:
@@ -627,7 +628,7 @@ def test_hazard_12_an_output_that_never_ends_is_taken_in_up_to_what_a_pipe_holds
 def test_hazard_24_who_ended_it_and_how_stay_apart(
     run: Workspace, argv: tuple[str, ...], expected: str, code: int | None, number: int | None
 ) -> None:
-    proposal = command(*argv, timeout=1 if expected == "timeout" else 30).run(envelope(), run)
+    proposal = command(*argv, timeout=1 if expected == "timeout" else 30).run(envelope(), run, Leash())
     assert verdict(proposal) == ("failed", expected)
     assert (proposal.detail["exit_code"], proposal.detail["signal"]) == (code, number)
     assert proposal.detail["ended_by"] == ("timeout" if expected == "timeout" else "itself")
@@ -641,7 +642,7 @@ def test_runs_leave_no_thread_and_no_descriptor_behind(tmp_path: Path) -> None:
     before = measure()
     for number in range(1, 6):
         python(allocate(tmp_path, f"run-{number}"), GOOD)
-        command("no-such-program").run(envelope(), allocate(tmp_path, f"absent-{number}"))
+        command("no-such-program").run(envelope(), allocate(tmp_path, f"absent-{number}"), Leash())
     assert measure() == before
 
 

@@ -725,13 +725,14 @@ def mass(org: Organization, count: int, *, prefix: str = "mass") -> None:
         connection.execute(
             numbers
             + """INSERT INTO assignments SELECT 'asg_' || ? || i, 'sow_' || ? || i, 'a', 'm', 'temporary_directory',
-                                                'RUNNING', 'att_' || ? || i, ?, NULL FROM n""",
+                                                'RUNNING', 'att_' || ? || i, ?, NULL, 60 FROM n""",
             (count, prefix, prefix, prefix, now),
         )
         connection.execute(
             numbers
             + """INSERT INTO execution_attempts SELECT 'att_' || ? || i, 'asg_' || ? || i, 'a', 'proc_gone',
-                                                       1000000 + i, 1, 'ACTIVE', 0, i, i, 1 FROM n""",
+                                                       1000000 + i, 1, 'ACTIVE', 0, i, i, 1,
+                                                       '', '{}', i, '', 0 FROM n""",
             (count, prefix, prefix),
         )
 

@@ -17,6 +17,7 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, urlsplit
@@ -98,11 +99,17 @@ class AuthoritySettings(_Table):
 
     actor_lease_seconds: Seconds = 300.0
     execution_attempt_seconds: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 900.0
+    maximum_run_seconds: Annotated[float, Field(ge=1, le=31_536_000, allow_inf_nan=False)] = 86_400.0
 
     @property
     def hosting_seconds(self) -> float:
         """How long a run's lease lasts: as long as its attempt at least, because nothing renews it meanwhile."""
         return max(self.actor_lease_seconds, self.execution_attempt_seconds)
+
+    @property
+    def maximum_run(self) -> timedelta:
+        """How long a run may last in all, unless its assignment says otherwise."""
+        return timedelta(seconds=self.maximum_run_seconds)
 
 
 class ActorSettings(_Table):
@@ -146,17 +153,43 @@ class ScriptedSettings(_Table):
     timeout_seconds: Seconds = 600.0
 
 
-class CommandSettings(_Table):
-    """A provider that is any program. `environment` names variables passed on besides the fixed few."""
+class _ProgramSettings(_Table):
+    """What every outside program has. `environment` names variables passed on besides the fixed few.
 
-    kind: Literal["command"]
-    argv: Annotated[tuple[Text, ...], Field(strict=False, min_length=1)]
+    `run_as` is the user (``name`` or ``name:group``) that it runs as, where the worker may change that. It may be
+    silent for `quiet_seconds` before anybody wonders.
+    """
+
     environment: Annotated[tuple[VariableName, ...], Field(strict=False)] = ()
     timeout_seconds: Seconds = 600.0
     grace_seconds: Seconds = 5.0
+    quiet_seconds: Seconds = 300.0
+    run_as: Annotated[str, StringConstraints(pattern=r"\A([a-z_][a-z0-9_.-]*(:[a-z_][a-z0-9_.-]*)?)?\z")] = ""
 
 
-ProviderSettings = ScriptedSettings | CommandSettings
+class CommandSettings(_ProgramSettings):
+    """A provider that is any program."""
+
+    kind: Literal["command"]
+    argv: Annotated[tuple[Text, ...], Field(strict=False, min_length=1)]
+
+
+class AgentSettings(_ProgramSettings):
+    """A provider that is an agent program with a stream of events: Claude Code, Codex or Cursor.
+
+    `program` is its name or path, by default the usual one. `model` is passed on where the program takes one.
+    `arguments` are added as they are. Silent for `idle_seconds`, it is ended.
+    """
+
+    kind: Literal["claude", "codex", "cursor"]
+    program: Text | None = None
+    model: Text | None = None
+    arguments: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    timeout_seconds: Seconds = 3600.0
+    idle_seconds: Seconds = 900.0
+
+
+ProviderSettings = ScriptedSettings | CommandSettings | AgentSettings
 ProviderName = Annotated[Identifier, AfterValidator(_only_real_providers)]
 
 

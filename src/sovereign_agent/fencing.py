@@ -22,10 +22,12 @@ Each attempt ends with exactly one receipt, in the transaction that ends it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime, timedelta
+from typing import Any
 
 from sovereign_agent import journal, outcomes
-from sovereign_agent.clock import EPOCH, Clock, micros, moment
+from sovereign_agent.clock import EPOCH, Clock, micros
 from sovereign_agent.database import Connection, Database, Row
 from sovereign_agent.errors import AlreadyHeld, AuthorityLost, ConstraintBroken
 from sovereign_agent.records import (
@@ -37,6 +39,7 @@ from sovereign_agent.records import (
     Receipt,
     ReceiptStatus,
     SowState,
+    from_row,
     new_id,
 )
 
@@ -126,7 +129,7 @@ def renew_actor_lease(
         ).fetchone()
         if renewed is None:
             raise _lease_lost(actor_id, fencing_token)
-        return _lease(renewed)
+        return from_row(ActorLease, renewed)
 
 
 def acquire_or_renew_actor_lease(
@@ -183,7 +186,7 @@ def current_actor_lease(db: Database, actor_id: str) -> ActorLease | None:
 def lease_on(connection: Connection, actor_id: str) -> ActorLease | None:
     """`current_actor_lease` inside the caller's transaction."""
     row = connection.execute("SELECT * FROM actor_leases WHERE actor_id = ?", (actor_id,)).fetchone()
-    return _lease(row) if row else None
+    return from_row(ActorLease, row) if row else None
 
 
 def expired_actor_leases(db: Database, clock: Clock | None = None, *, limit: int = 1000) -> list[ActorLease]:
@@ -194,7 +197,7 @@ def expired_actor_leases(db: Database, clock: Clock | None = None, *, limit: int
     rows = db.connection.execute(
         "SELECT * FROM actor_leases WHERE expires_at <= ? ORDER BY expires_at LIMIT ?", (micros(db.now(clock)), limit)
     )
-    return [_lease(row) for row in rows]
+    return [from_row(ActorLease, row) for row in rows]
 
 
 # --- execution attempts -----------------------------------------------------------------------------------
@@ -209,13 +212,16 @@ def acquire_execution_attempt(
     *,
     ttl: timedelta = EXECUTION_ATTEMPT_TTL,
     maximum: timedelta = EXECUTION_ATTEMPT_MAXIMUM,
+    host: str = "",
+    process: Mapping[str, Any] | None = None,
     clock: Clock | None = None,
 ) -> ExecutionAttempt:
     """Take the right to run an assignment and move it to RUNNING, in one transaction.
 
     The lease is verified again here, with its row locked: the caller's own acquisition may be history by now.
     An attempt that has run out is taken over; it is closed with its own ``worker_lost`` receipt in the same
-    transaction. No renewal holds it beyond `maximum` from now. (Unit 8, Property 2)
+    transaction. No renewal holds it beyond `maximum` from now. `host` and `process` are evidence of where it runs.
+    (Unit 8, Property 2)
 
     Raises AuthorityLost (``actor_lease_lost``), AlreadyHeld (``execution_attempt_held``), IllegalMove,
     Refusal (``assignment_missing``).
@@ -240,6 +246,9 @@ def acquire_execution_attempt(
             acquired_at=now,
             expires_at=now + min(ttl, maximum),
             deadline=now + maximum,
+            host=host,
+            process=dict(process or {}),
+            progress_at=now,
         )
         if held:
             _close_attempt(connection, held.id, AttemptStatus.RECOVERED)
@@ -256,7 +265,7 @@ def active_attempt(connection: Connection, assignment_id: str) -> ExecutionAttem
     row = connection.execute(
         "SELECT * FROM execution_attempts WHERE assignment_id = ? AND status = 'ACTIVE' <for update>", (assignment_id,)
     ).fetchone()
-    return _attempt(row) if row else None
+    return from_row(ExecutionAttempt, row) if row else None
 
 
 def renew_execution_attempt(
@@ -288,7 +297,7 @@ def renew_execution_attempt(
         ).fetchone()
         if renewed is None:
             raise attempt_lost(assignment_id, attempt_id)
-        return _attempt(renewed)
+        return from_row(ExecutionAttempt, renewed)
 
 
 def verify_execution_attempt(db: Database, assignment_id: str, attempt_id: str) -> bool:
@@ -383,7 +392,7 @@ def expired_attempts(
         """,
         (micros(now), limit + len(skipping)),
     )
-    return [_attempt(row) for row in rows if row["id"] not in skipping][:limit]
+    return [from_row(ExecutionAttempt, row) for row in rows if row["id"] not in skipping][:limit]
 
 
 def attempts_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[ExecutionAttempt]:
@@ -391,7 +400,7 @@ def attempts_between(connection: Connection, first: str, beyond: str, *, limit: 
     rows = connection.execute(
         "SELECT * FROM execution_attempts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
     )
-    return [_attempt(row) for row in rows]
+    return [from_row(ExecutionAttempt, row) for row in rows]
 
 
 def orphans(connection: Connection, *, limit: int = 100) -> list[str]:
@@ -464,14 +473,16 @@ def close_workspace(connection: Connection, attempt_id: str) -> None:
 
 def _insert_attempt(connection: Connection, attempt: ExecutionAttempt) -> None:
     ids = (attempt.id, attempt.assignment_id, attempt.actor_id, attempt.process_identity)
+    where = (attempt.host, journal.to_json(attempt.process), micros(attempt.progress_at))
     times = (micros(attempt.acquired_at), micros(attempt.expires_at), micros(attempt.deadline))
     connection.execute(
         """
         INSERT INTO execution_attempts (id, assignment_id, actor_id, process_identity, fencing_token,
-                                        actor_lease_fencing_token, status, acquired_at, expires_at, deadline)
-        VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+                                        actor_lease_fencing_token, status, acquired_at, expires_at, deadline,
+                                        host, process, progress_at)
+        VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
         """,
-        (*ids, attempt.fencing_token, attempt.actor_lease_fencing_token, attempt.status, *times),
+        (*ids, attempt.fencing_token, attempt.actor_lease_fencing_token, attempt.status, *times, *where),
     )
 
 
@@ -511,7 +522,7 @@ def _is_current(lease: Row | None, process_identity: str, fencing_token: int, no
 def _lease_held(connection: Connection, actor_id: str) -> AlreadyHeld:
     row = connection.execute("SELECT * FROM actor_leases WHERE actor_id = ?", (actor_id,)).fetchone()
     assert row is not None  # the statement that was refused has locked it
-    held = _lease(row)
+    held = from_row(ActorLease, row)
     return AlreadyHeld(
         f"Actor {actor_id} was not leased.",
         category="actor_lease_held",
@@ -549,29 +560,4 @@ def attempt_lost(assignment_id: str, attempt_id: str) -> AuthorityLost:
         why="It was recovered, canceled or taken over while its process ran on. Nothing it did was recorded.",
         inspect=f"sovereign-agent inspect {assignment_id}",
         next_command="assign the work again: sovereign-agent assign",
-    )
-
-
-def _lease(row: Row) -> ActorLease:
-    return ActorLease(
-        row["actor_id"],
-        row["process_identity"],
-        row["fencing_token"],
-        moment(row["acquired_at"]),
-        moment(row["expires_at"]),
-    )
-
-
-def _attempt(row: Row) -> ExecutionAttempt:
-    return ExecutionAttempt(
-        row["id"],
-        row["assignment_id"],
-        row["actor_id"],
-        row["process_identity"],
-        row["fencing_token"],
-        row["actor_lease_fencing_token"],
-        AttemptStatus(row["status"]),
-        moment(row["acquired_at"]),
-        moment(row["expires_at"]),
-        moment(row["deadline"]),
     )

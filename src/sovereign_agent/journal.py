@@ -11,10 +11,10 @@ import json
 from datetime import datetime
 from typing import Any
 
-from sovereign_agent.clock import micros, moment
-from sovereign_agent.database import Connection, Row
+from sovereign_agent.clock import micros
+from sovereign_agent.database import Connection
 from sovereign_agent.errors import IllegalMove
-from sovereign_agent.records import Event, Receipt, ReceiptStatus
+from sovereign_agent.records import Event, Receipt, from_row
 
 
 def to_json(value: Any) -> str:
@@ -64,13 +64,13 @@ def receipts_of(connection: Connection, assignment_id: str) -> list[Receipt]:
     rows = connection.execute(
         "SELECT * FROM receipts WHERE assignment_id = ? ORDER BY created_at, id", (assignment_id,)
     )
-    return [_receipt(row) for row in rows]
+    return [from_row(Receipt, row) for row in rows]
 
 
 def receipt_of_attempt(connection: Connection, attempt_id: str) -> Receipt | None:
     """The receipt that ended an attempt, or None while it is ACTIVE."""
     row = connection.execute("SELECT * FROM receipts WHERE attempt_id = ?", (attempt_id,)).fetchone()
-    return _receipt(row) if row else None
+    return from_row(Receipt, row) if row else None
 
 
 def receipts_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Receipt]:
@@ -78,19 +78,19 @@ def receipts_between(connection: Connection, first: str, beyond: str, *, limit: 
     rows = connection.execute(
         "SELECT * FROM receipts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
     )
-    return [_receipt(row) for row in rows]
+    return [from_row(Receipt, row) for row in rows]
 
 
 def events_of(connection: Connection, subject: str, *, limit: int = 200) -> list[Event]:
     """The newest `limit` events about `subject`, oldest first."""
     rows = connection.execute("SELECT * FROM events WHERE subject = ? ORDER BY seq DESC LIMIT ?", (subject, limit))
-    return [_event(row) for row in reversed(rows.fetchall())]
+    return [from_row(Event, row) for row in reversed(rows.fetchall())]
 
 
 def latest_events(connection: Connection, *, limit: int = 20) -> list[Event]:
     """The newest `limit` events about anything, oldest first."""
     rows = connection.execute("SELECT * FROM events ORDER BY seq DESC LIMIT ?", (limit,))
-    return [_event(row) for row in reversed(rows.fetchall())]
+    return [from_row(Event, row) for row in reversed(rows.fetchall())]
 
 
 def receipt_json(receipt: Receipt) -> str:
@@ -110,21 +110,3 @@ def receipt_json(receipt: Receipt) -> str:
         },
         indent=2,
     )
-
-
-def _receipt(row: Row) -> Receipt:
-    return Receipt(
-        id=row["id"],
-        assignment_id=row["assignment_id"],
-        attempt_id=row["attempt_id"],
-        actor_id=row["actor_id"],
-        status=ReceiptStatus(row["status"]),
-        failure_category=row["failure_category"],
-        summary=row["summary"],
-        detail=json.loads(row["detail"]),
-        created_at=moment(row["created_at"]),
-    )
-
-
-def _event(row: Row) -> Event:
-    return Event(row["seq"], moment(row["at"]), row["kind"], row["subject"], row["actor"], json.loads(row["detail"]))

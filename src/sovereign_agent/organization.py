@@ -30,6 +30,7 @@ from sovereign_agent.configuration import Act, ActorSettings, ProviderSettings, 
 from sovereign_agent.database import LEDGER_NAME, Connection, Database
 from sovereign_agent.errors import ConfigurationFault, IllegalMove, PolicyRefusal, SovereignError
 from sovereign_agent.providers.base import Envelope, OutcomeBrief, Proposal, SowBrief
+from sovereign_agent.providers.process import Leash
 from sovereign_agent.records import (
     IDLE_SOW_STATES,
     STUCK_SOW_STATES,
@@ -57,9 +58,9 @@ class _LookedEnough(Exception):
     """Ends a transaction that was only there to look in."""
 
 
-def invoke_actor(settings: ProviderSettings, envelope: Envelope, folder: workspace.Workspace) -> Proposal:
+def invoke_actor(settings: ProviderSettings, envelope: Envelope, folder: workspace.Workspace, leash: Leash) -> Proposal:
     """Run an actor's program and return what it proposes. It decides nothing: see `Organization.run_assignment`."""
-    return providers.build(settings).run(envelope, folder)
+    return providers.build(settings).run(envelope, folder, leash)
 
 
 class Organization:
@@ -185,9 +186,17 @@ class Organization:
         return outcomes.get_sow(connection, sow.id)
 
     def assign(
-        self, sow_id: str, actor_id: str, planner_id: str, *, workspace_policy: str = workspace.POLICIES[0]
+        self,
+        sow_id: str,
+        actor_id: str,
+        planner_id: str,
+        *,
+        workspace_policy: str = workspace.POLICIES[0],
+        maximum: timedelta | None = None,
     ) -> Assignment:
         """Give a statement of work to an actor; again, after it failed, blocked or was rejected.
+
+        No run of it lasts longer than `maximum`, by default ``authority.maximum_run_seconds``.
 
         Raises PolicyRefusal (``authority_refusal``, ``unknown_workspace_policy``), IllegalMove.
         """
@@ -207,6 +216,7 @@ class Organization:
                 actor_id=actor_id,
                 planner_id=planner_id,
                 workspace_policy=workspace_policy,
+                maximum_seconds=int((maximum or self.settings.authority.maximum_run).total_seconds()),
                 now=self.db.now(),
             )
 
@@ -302,7 +312,7 @@ class Organization:
             sow=SowBrief(id=sow.id, scope=sow.scope, required_effect_kind=sow.required_effect_kind),
             rulings=tuple(ruling.decision for ruling in outcomes.rulings_of(connection, sow.id)),
         )
-        return invoke_actor(settings, envelope, workspace.allocate(self.root, attempt.id))
+        return invoke_actor(settings, envelope, workspace.allocate(self.root, attempt.id), Leash())
 
     def record_effect(
         self, connection: Connection, assignment_id: str, kind: str, detail: dict[str, Any], recorded_by: str

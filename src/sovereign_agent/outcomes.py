@@ -30,6 +30,7 @@ from sovereign_agent.records import (
     Sow,
     SowState,
     Verdict,
+    from_row,
     new_id,
 )
 
@@ -190,13 +191,13 @@ def get_sow(connection: Connection, sow_id: str) -> Sow:
     row = connection.execute("SELECT * FROM sows WHERE id = ?", (sow_id,)).fetchone()
     if row is None:
         raise missing("sow", sow_id)
-    return _sow(row)
+    return from_row(Sow, row)
 
 
 def sows_of(connection: Connection, outcome_id: str) -> list[Sow]:
     """An outcome's statements of work, oldest first."""
     rows = connection.execute("SELECT * FROM sows WHERE outcome_id = ? ORDER BY created_at, id", (outcome_id,))
-    return [_sow(row) for row in rows]
+    return [from_row(Sow, row) for row in rows]
 
 
 def move_sow(
@@ -231,16 +232,25 @@ def move_sow(
 
 
 def create_assignment(
-    connection: Connection, *, sow_id: str, actor_id: str, planner_id: str, workspace_policy: str, now: datetime
+    connection: Connection,
+    *,
+    sow_id: str,
+    actor_id: str,
+    planner_id: str,
+    workspace_policy: str,
+    maximum_seconds: int,
+    now: datetime,
 ) -> Assignment:
     """Give a statement of work to an actor: a first time, or again after it failed, blocked or was rejected."""
     move_sow(connection, sow_id, ASSIGNABLE_SOW_STATES, SowState.ASSIGNED, actor=planner_id, now=now)
     inserted = connection.execute(
-        "INSERT INTO assignments (id, sow_id, actor_id, planner_id, workspace_policy, state, created_at)"
-        " VALUES (?, ?, ?, ?, ?, 'CREATED', ?) RETURNING *",
-        (new_id("asg"), sow_id, actor_id, planner_id, workspace_policy, micros(now)),
+        """
+        INSERT INTO assignments (id, sow_id, actor_id, planner_id, workspace_policy, maximum_seconds, state, created_at)
+        VALUES (?, ?, ?, ?, ?, ?, 'CREATED', ?) RETURNING *
+        """,
+        (new_id("asg"), sow_id, actor_id, planner_id, workspace_policy, maximum_seconds, micros(now)),
     )
-    assignment = _assignment(inserted.rows[0])
+    assignment = from_row(Assignment, inserted.rows[0])
     journal.record(connection, "assignment.created", assignment.id, actor=planner_id, at=now, detail={"to": actor_id})
     return assignment
 
@@ -250,13 +260,13 @@ def get_assignment(connection: Connection, assignment_id: str) -> Assignment:
     row = connection.execute("SELECT * FROM assignments WHERE id = ?", (assignment_id,)).fetchone()
     if row is None:
         raise missing("assignment", assignment_id)
-    return _assignment(row)
+    return from_row(Assignment, row)
 
 
 def assignments_of(connection: Connection, sow_id: str) -> list[Assignment]:
     """A statement of work's assignments, oldest first: more than one means that it was tried again."""
     rows = connection.execute("SELECT * FROM assignments WHERE sow_id = ? ORDER BY created_at, id", (sow_id,))
-    return [_assignment(row) for row in rows]
+    return [from_row(Assignment, row) for row in rows]
 
 
 def start_assignment(
@@ -417,7 +427,7 @@ def record_ruling(connection: Connection, *, sow_id: str, decision: str, princip
 def rulings_of(connection: Connection, sow_id: str) -> list[Ruling]:
     """The rulings on a statement of work, oldest first."""
     rows = connection.execute("SELECT * FROM rulings WHERE sow_id = ? ORDER BY created_at, id", (sow_id,))
-    return [Ruling(row["id"], sow_id, row["decision"], row["principal_id"], moment(row["created_at"])) for row in rows]
+    return [from_row(Ruling, row) for row in rows]
 
 
 def workers_on(connection: Connection, outcome_id: str) -> set[str]:
@@ -486,34 +496,6 @@ def _outcome(row: Row) -> Outcome:
     )
 
 
-def _sow(row: Row) -> Sow:
-    return Sow(
-        row["id"],
-        row["outcome_id"],
-        row["scope"],
-        Role(row["role"]),
-        row["created_by"],
-        row["required_effect_kind"],
-        SowState(row["state"]),
-        moment(row["created_at"]),
-    )
-
-
-def _assignment(row: Row) -> Assignment:
-    finished = row["finished_at"]
-    return Assignment(
-        row["id"],
-        row["sow_id"],
-        row["actor_id"],
-        row["planner_id"],
-        row["workspace_policy"],
-        AssignmentState(row["state"]),
-        row["current_execution_attempt"],
-        moment(row["created_at"]),
-        moment(finished) if finished is not None else None,
-    )
-
-
 def outcomes_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Outcome]:
     """Up to `limit` outcomes with ids from `first` on, before `beyond`."""
     rows = connection.execute(
@@ -525,7 +507,7 @@ def outcomes_between(connection: Connection, first: str, beyond: str, *, limit: 
 def sows_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Sow]:
     """Up to `limit` statements of work with ids from `first` on, before `beyond`."""
     rows = connection.execute("SELECT * FROM sows WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit))
-    return [_sow(row) for row in rows]
+    return [from_row(Sow, row) for row in rows]
 
 
 def assignments_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Assignment]:
@@ -533,7 +515,7 @@ def assignments_between(connection: Connection, first: str, beyond: str, *, limi
     rows = connection.execute(
         "SELECT * FROM assignments WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
     )
-    return [_assignment(row) for row in rows]
+    return [from_row(Assignment, row) for row in rows]
 
 
 def reviews_of(connection: Connection, sow_id: str) -> list[dict[str, Any]]:

@@ -14,16 +14,49 @@ moves with a compare-and-set, never by trusting a photograph.
 
 from __future__ import annotations
 
+import json
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Any
+from functools import cache
+from typing import Any, Protocol, TypeVar, get_type_hints
+
+from sovereign_agent.clock import moment
+
+T = TypeVar("T")
+
+
+class Named(Protocol):
+    """Whatever answers by column name: a row of either engine."""
+
+    def __getitem__(self, key: str, /) -> Any: ...
 
 
 def new_id(prefix: str) -> str:
     """A fresh random id, ``<prefix>_<32 hex>``: never a PID, never reused."""
     return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def from_row(kind: type[T], row: Named) -> T:
+    """The record that a row of its table holds: times as moments, states as enumerations, objects from JSON."""
+    return kind(**{name: read(row[name]) for name, read in _readers(kind).items()})
+
+
+@cache
+def _readers(kind: type) -> Mapping[str, Callable[[Any], Any]]:
+    return {name: _reader(hint) for name, hint in get_type_hints(kind).items()}
+
+
+def _reader(hint: Any) -> Callable[[Any], Any]:
+    if hint is datetime:
+        return moment
+    if hint == datetime | None:
+        return lambda stored: None if stored is None else moment(stored)
+    if hint == dict[str, Any]:
+        return json.loads
+    return hint if isinstance(hint, type) and issubclass(hint, StrEnum) else lambda stored: stored
 
 
 class Role(StrEnum):
@@ -156,6 +189,7 @@ class Assignment:
     actor_id: str
     planner_id: str
     workspace_policy: str
+    maximum_seconds: int
     state: AssignmentState
     current_execution_attempt: str | None
     created_at: datetime
@@ -177,7 +211,9 @@ class ActorLease:
 class ExecutionAttempt:
     """The right of one process to run one assignment, bound to the actor lease it was taken under.
 
-    `deadline` is the moment beyond which no renewal reaches, however alive the process looks.
+    `deadline` is the moment beyond which no renewal reaches, however alive the process looks. `host` and `process`
+    say where it was taken (evidence, never authority). Each renewal notes when the program last gave a sign
+    (`progress_at`), the `step` it is in, and for how long that step may be silent (`tolerance_seconds`).
     """
 
     id: str
@@ -190,6 +226,12 @@ class ExecutionAttempt:
     acquired_at: datetime
     expires_at: datetime
     deadline: datetime
+    host: str
+    process: dict[str, Any]
+    progress_at: datetime
+    step: str = ""
+    tolerance_seconds: int = 0
+    workspace_open: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from sovereign_agent import journal
-from sovereign_agent.clock import Clock, micros, moment
+from sovereign_agent.clock import Clock, micros
 from sovereign_agent.database import Connection, Database, Row
 from sovereign_agent.errors import AlreadyHeld, AuthorityLost, IllegalMove, PolicyRefusal, Refusal
 from sovereign_agent.fencing import next_token
-from sovereign_agent.records import Message, MessageState, new_id
+from sovereign_agent.records import Message, MessageState, from_row, new_id
 
 CLAIM_TTL = timedelta(minutes=5)
 MAX_DELIVERIES = 5
@@ -44,7 +44,7 @@ def send(db: Database, sender: str, recipient: str, subject: str, body: str, *, 
             (message_id, sender, recipient, subject, body, micros(now), micros(now)),
         )
         journal.record(connection, "message.sent", message_id, actor=sender, at=now, detail={"to": recipient})
-        return _message(sent.rows[0])
+        return from_row(Message, sent.rows[0])
 
 
 def inbox(db: Database, actor_id: str, *, limit: int = 100, clock: Clock | None = None) -> list[Message]:
@@ -66,7 +66,7 @@ def inbox(db: Database, actor_id: str, *, limit: int = 100, clock: Clock | None 
         """,
         (actor_id, now, limit, actor_id, now, MAX_DELIVERIES, limit, limit),
     )
-    return [_message(row) for row in rows]
+    return [from_row(Message, row) for row in rows]
 
 
 def get_message(db: Database, message_id: str) -> Message:
@@ -79,7 +79,7 @@ def messages_between(connection: Connection, first: str, beyond: str, *, limit: 
     rows = connection.execute(
         "SELECT * FROM messages WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
     )
-    return [_message(row) for row in rows]
+    return [from_row(Message, row) for row in rows]
 
 
 def current_claims(connection: Connection, *, limit: int = 1000) -> list[Message]:
@@ -87,7 +87,7 @@ def current_claims(connection: Connection, *, limit: int = 1000) -> list[Message
     rows = connection.execute(
         "SELECT * FROM messages WHERE state = 'CLAIMED' ORDER BY claim_expires_at LIMIT ?", (limit,)
     )
-    return [_message(row) for row in rows]
+    return [from_row(Message, row) for row in rows]
 
 
 def claim(
@@ -120,7 +120,7 @@ def claim(
         ).fetchone()
         if taken:
             journal.record(connection, "message.claimed", message_id, actor=actor_id, at=now, detail={"token": token})
-            return _message(taken)
+            return from_row(Message, taken)
         message = _get(connection, message_id)
         if not _is_own_claim(message, actor_id, now):
             raise _not_claimable(message)
@@ -161,7 +161,7 @@ def _settle(
         if settled is None:
             raise _stale(_get(connection, message_id), fencing_token)
         journal.record(connection, f"message.{to.value.lower()}", message_id, actor=actor_id, at=db.now(clock))
-        return _message(settled)
+        return from_row(Message, settled)
 
 
 def sweep_expired_claims(db: Database, clock: Clock | None = None, *, batch: int = 100) -> list[str]:
@@ -271,21 +271,4 @@ def _get(connection: Connection, message_id: str) -> Message:
         raise Refusal(
             f"There is no message {message_id}.", category="message_missing", why="No row of this ledger has that id."
         )
-    return _message(row)
-
-
-def _message(row: Row) -> Message:
-    expires = row["claim_expires_at"]
-    return Message(
-        row["id"],
-        row["sender"],
-        row["recipient"],
-        row["subject"],
-        row["body"],
-        MessageState(row["state"]),
-        row["claim_owner"],
-        row["fencing_token"],
-        moment(expires) if expires is not None else None,
-        row["deliveries"],
-        moment(row["created_at"]),
-    )
+    return from_row(Message, row)

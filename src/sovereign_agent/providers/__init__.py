@@ -8,7 +8,7 @@ scripted   fixed steps, in a real process
 
 from __future__ import annotations
 
-from sovereign_agent.configuration import CommandSettings, ProviderSettings
+from sovereign_agent.configuration import AgentSettings, CommandSettings, ProviderSettings, ScriptedSettings
 from sovereign_agent.providers.base import Provider
 from sovereign_agent.providers.command import CommandProvider
 from sovereign_agent.providers.scripted import ScriptedProvider
@@ -16,6 +16,10 @@ from sovereign_agent.providers.scripted import ScriptedProvider
 
 def build(settings: ProviderSettings) -> Provider:
     """The provider that these settings describe. Nothing is started, and nothing is probed."""
-    if isinstance(settings, CommandSettings):
-        return CommandProvider(settings)
-    return ScriptedProvider(settings)
+    match settings:
+        case CommandSettings():
+            return CommandProvider(settings)
+        case ScriptedSettings():
+            return ScriptedProvider(settings)
+        case AgentSettings():
+            raise NotImplementedError(settings.kind)

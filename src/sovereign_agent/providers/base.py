@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from sovereign_agent.errors import PolicyRefusal
+from sovereign_agent.providers.process import Leash
 from sovereign_agent.records import ReceiptStatus
 from sovereign_agent.workspace import (
     OUT_NAME,
@@ -143,8 +144,10 @@ class Proposal:
 class Provider(Protocol):
     """Whatever can run one envelope in one folder."""
 
-    def run(self, envelope: Envelope, workspace: Workspace) -> Proposal:
-        """Run to the end and propose. A failure of the program is a Proposal, not an exception.
+    def run(self, envelope: Envelope, workspace: Workspace, leash: Leash) -> Proposal:
+        """Run to the end, or until `leash` is cut, and propose.
+
+        A failure of the program is a Proposal, not an exception.
 
         Raises only what interrupted the waiting itself (KeyboardInterrupt), after the program is dead.
         """

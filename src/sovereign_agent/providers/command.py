@@ -13,6 +13,7 @@ from sovereign_agent.configuration import CommandSettings
 from sovereign_agent.errors import ProviderFault
 from sovereign_agent.providers import process
 from sovereign_agent.providers.base import Envelope, Proposal, conclude
+from sovereign_agent.providers.process import Leash
 from sovereign_agent.workspace import Workspace
 
 
@@ -22,7 +23,7 @@ class CommandProvider:
 
     settings: CommandSettings
 
-    def run(self, envelope: Envelope, workspace: Workspace, *, stdin: bytes | None = None) -> Proposal:
+    def run(self, envelope: Envelope, workspace: Workspace, leash: Leash, *, stdin: bytes | None = None) -> Proposal:
         """Run to the end and propose; see `Provider.run`. `stdin` is the envelope unless it is given."""
         told = {
             "SOVEREIGN_ASSIGNMENT": envelope.assignment_id,
@@ -37,6 +38,7 @@ class CommandProvider:
                 variables=process.variables(self.settings.environment) | told,
                 timeout_seconds=self.settings.timeout_seconds,
                 grace_seconds=self.settings.grace_seconds,
+                leash=leash,
             )
         except ProviderFault as fault:
             return conclude(workspace, exit_code=None, seen={"provider_unavailable": str(fault)}, detail={})

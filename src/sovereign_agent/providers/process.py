@@ -66,6 +66,31 @@ class Ending:
         }
 
 
+class Leash:
+    """What ties a program to the authority of its worker.
+
+    One hand holds it: the keeper, which extends it each time the ledger has confirmed the authority, and cuts it when
+    the authority is lost. The other end is `run`, which ends the program when the leash is cut or has run out, and
+    notes on it each sign of progress.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self._lock = threading.Lock()
+        self.until = None if seconds is None else monotonic() + seconds
+        self.cut_for = ""
+        self.progress_at = monotonic()
+        self.step = ""
+        self.tolerance_seconds = 0.0
+
+    def extend(self, seconds: float) -> None:
+        """The authority was confirmed: the program may run for so long from now."""
+        self.until = monotonic() + seconds
+
+    def cut(self, category: str) -> None:
+        """End the program. `category` is the failure category: ``lease_lost`` or ``interrupted``. The first counts."""
+        self.cut_for = self.cut_for or category
+
+
 class Capture:
     """One output of a program, kept as its head and its tail. Memory stays flat whatever it writes."""
 
@@ -138,6 +163,7 @@ def run(
     variables: Mapping[str, str],
     timeout_seconds: float,
     grace_seconds: float,
+    leash: Leash | None = None,  # noqa: ARG001 - the guardian takes it
 ) -> Ending:
     """Run a program in a run's folder to its end, or to its deadline.
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from sovereign_agent.configuration import CommandSettings, ScriptedSettings
 from sovereign_agent.providers.base import Envelope, Proposal
 from sovereign_agent.providers.command import CommandProvider
+from sovereign_agent.providers.process import Leash
 from sovereign_agent.workspace import Workspace
 
 PROGRAM = Path(__file__).with_name("scripted_program.py")
@@ -27,7 +28,7 @@ class ScriptedProvider:
 
     settings: ScriptedSettings
 
-    def run(self, envelope: Envelope, workspace: Workspace) -> Proposal:
+    def run(self, envelope: Envelope, workspace: Workspace, leash: Leash) -> Proposal:
         """Run to the end and propose; see `Provider.run`."""
         steps = [step.model_dump(exclude_none=True) for step in self.settings.steps]
         program = CommandSettings(
@@ -37,4 +38,4 @@ class ScriptedProvider:
             grace_seconds=GRACE_SECONDS,
         )
         stdin = json.dumps({"envelope": envelope.model_dump(), "steps": steps}).encode("ascii")
-        return CommandProvider(program).run(envelope, workspace, stdin=stdin)
+        return CommandProvider(program).run(envelope, workspace, leash, stdin=stdin)

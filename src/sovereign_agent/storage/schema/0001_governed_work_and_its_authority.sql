@@ -51,6 +51,7 @@ CREATE TABLE assignments (
     current_execution_attempt TEXT,
     created_at <integer> NOT NULL,
     finished_at <integer>,
+    maximum_seconds <integer> NOT NULL DEFAULT 86400 CHECK (maximum_seconds > 0),
     CHECK ((state = 'RUNNING') = (current_execution_attempt IS NOT NULL))
 ) <strict>;
 CREATE UNIQUE INDEX assignments_one_open_per_sow ON assignments (sow_id) WHERE state IN ('CREATED', 'RUNNING');
@@ -86,6 +87,11 @@ CREATE TABLE execution_attempts (
     expires_at <integer> NOT NULL CHECK (expires_at BETWEEN 0 AND 253402300799999999),
     deadline <integer> NOT NULL CHECK (deadline BETWEEN 0 AND 253402300799999999),
     workspace_open <integer> NOT NULL DEFAULT 1 CHECK (workspace_open IN (0, 1)),
+    host TEXT NOT NULL DEFAULT '',
+    process TEXT NOT NULL DEFAULT '{}',
+    progress_at <integer> NOT NULL DEFAULT 0,
+    step TEXT NOT NULL DEFAULT '',
+    tolerance_seconds <integer> NOT NULL DEFAULT 0 CHECK (tolerance_seconds >= 0),
     CHECK (expires_at <= deadline)
 ) <strict>;
 CREATE UNIQUE INDEX execution_attempts_one_active ON execution_attempts (assignment_id) WHERE status = 'ACTIVE';
