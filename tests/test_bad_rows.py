@@ -22,6 +22,7 @@ from sovereign_agent.configuration import CommandSettings
 from sovereign_agent.organization import Organization
 from sovereign_agent.providers import build
 from sovereign_agent.providers.base import Envelope, OutcomeBrief, Proposal, SowBrief, parse_report
+from sovereign_agent.providers.process import Leash
 from sovereign_agent.supervisor import tick
 
 OPERATOR = "operator-course"
@@ -55,7 +56,7 @@ def run(folder: workspace.Workspace, script: str) -> Proposal:
         outcome=OutcomeBrief(id="out_1", title="t", desired_state="d"),
         sow=SowBrief(id="sow_1", scope="s"),
     )
-    return build(CommandSettings(kind="command", argv=("sh", "-c", script))).run(envelope, folder)
+    return build(CommandSettings(kind="command", argv=("sh", "-c", script))).run(envelope, folder, Leash())
 
 
 # --- rows -------------------------------------------------------------------------------------------------

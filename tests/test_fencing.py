@@ -994,7 +994,7 @@ def test_actor_lease_blocks_a_second_assignment_for_the_same_actor_before_invoca
     process_b = another(org)
     running, go_on, invoked = threading.Event(), threading.Event(), list[str]()
 
-    def spied(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
+    def spied(settings: Any, envelope: Envelope, folder: Workspace, *_: Any) -> Proposal:
         invoked.append(envelope.assignment_id)
         if envelope.assignment_id == first.id:
             running.set()
@@ -1045,7 +1045,7 @@ def test_a_stolen_fence_mid_invocation_refuses_the_terminal_write(
     tables = ("assignments", "sows", "execution_attempts", "receipts", "events")
     seen: dict[str, Any] = {}
 
-    def loses_its_fence_meanwhile(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
+    def loses_its_fence_meanwhile(settings: Any, envelope: Envelope, folder: Workspace, *_: Any) -> Proposal:
         proposal = works(settings, envelope, folder)
         org.db.connection.execute(
             "UPDATE assignments SET current_execution_attempt = 'att_thief' WHERE id = ?", (assignment.id,)
@@ -1070,7 +1070,7 @@ def test_an_actor_lease_taken_over_mid_invocation_refuses_the_terminal_write_and
     _, _, assignment = governed_work(process_a)
     heirs: list[ActorLease] = []
 
-    def outlives_its_lease(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
+    def outlives_its_lease(settings: Any, envelope: Envelope, folder: Workspace, *_: Any) -> Proposal:
         clock.advance(EXECUTION_ATTEMPT_TTL)
         heirs.append(fencing.acquire_actor_lease(org.db, assignment.actor_id, BLUE, clock=clock))
         return works(settings, envelope, folder)
@@ -1091,7 +1091,7 @@ def test_an_actor_lease_lasts_as_long_as_the_attempt_that_stands_on_it(
     (_, _, first), (_, _, second) = governed_work(process_a), governed_work(process_a)
     said: list[str] = []
 
-    def outlasts_the_shorter_of_the_two(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
+    def outlasts_the_shorter_of_the_two(settings: Any, envelope: Envelope, folder: Workspace, *_: Any) -> Proposal:
         if envelope.assignment_id == first.id:
             clock.advance(max(ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL) - TICK)
             said.append(answer(process_b.run_assignment, second.id))
@@ -1131,7 +1131,7 @@ def test_only_one_process_runs_an_assignment_and_the_other_leaves_it_alone(
     said: list[str] = []
     tokens: list[int] = []
 
-    def runs_it_again(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
+    def runs_it_again(settings: Any, envelope: Envelope, folder: Workspace, *_: Any) -> Proposal:
         said.append(answer(org.run_assignment, assignment.id))
         tokens.extend(row["fencing_token"] for row in rows(org.db, "actor_leases"))
         return works(settings, envelope, folder)
@@ -1151,7 +1151,7 @@ def test_two_runs_of_one_actor_in_one_process_share_its_lease_until_the_last_has
     running = {assignment.id: threading.Event() for assignment in work}
     go_on = {assignment.id: threading.Event() for assignment in work}
 
-    def waits(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
+    def waits(settings: Any, envelope: Envelope, folder: Workspace, *_: Any) -> Proposal:
         running[envelope.assignment_id].set()
         assert go_on[envelope.assignment_id].wait(60)
         return works(settings, envelope, folder)
@@ -1178,7 +1178,7 @@ def test_a_second_run_in_one_process_does_not_undercut_the_first_when_their_leas
     (_, _, first), (_, _, second) = governed_work(process), governed_work(process)
     said: list[str] = []
 
-    def outlives_its_lease(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
+    def outlives_its_lease(settings: Any, envelope: Envelope, folder: Workspace, *_: Any) -> Proposal:
         if envelope.assignment_id == first.id:
             clock.advance(EXECUTION_ATTEMPT_TTL)
             said.append(answer(process.run_assignment, second.id))

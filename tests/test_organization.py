@@ -583,7 +583,7 @@ def test_blocked_work_waits_for_a_ruling_which_then_stands_in_the_envelope(
 ) -> None:
     org, told = at_work, list[tuple[str, ...]]()
 
-    def asks_until_it_is_told(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
+    def asks_until_it_is_told(settings: Any, envelope: Envelope, folder: Workspace, *_: Any) -> Proposal:
         told.append(envelope.rulings)
         if envelope.rulings:
             return works(settings, envelope, folder)
@@ -990,7 +990,7 @@ def test_a_revoked_run_that_hangs_on_does_not_keep_its_own_process_from_the_acto
     outcome, sow, assignment = governed_work(at_work)
     hanging, go_on = threading.Event(), threading.Event()
 
-    def hangs_once(settings: Any, envelope: Envelope, folder: Workspace) -> Proposal:
+    def hangs_once(settings: Any, envelope: Envelope, folder: Workspace, *_: Any) -> Proposal:
         if envelope.assignment_id == assignment.id:
             hanging.set()
             assert go_on.wait(60)
