@@ -27,6 +27,7 @@ import select
 import signal
 import sys
 import time
+import warnings  # noqa: F401 - execvpe wants it, and the program's user may not be able to read it
 
 LINUX = sys.platform == "linux"
 LOOK_SECONDS = 1.0

@@ -480,6 +480,8 @@ def _cause(error: OSError, program: str, folder: Path, search: str) -> str:
     """What really is missing: one ENOENT stands for the folder, the program, a link's target and an interpreter."""
     if not os.access(folder, os.F_OK):
         return f"the folder it should run in is not there ({folder})"
+    if error.filename == str(folder):
+        return f"the folder it should run in cannot be entered by its user ({folder})"
     places = [folder] if "/" in program else [Path(place) for place in search.split(os.pathsep) if place]
     found = next((place / program for place in places if os.path.lexists(place / program)), None)
     if error.errno == errno.ENOENT:
@@ -492,6 +494,7 @@ def _cause(error: OSError, program: str, folder: Path, search: str) -> str:
         errno.EACCES: f"{found or program} is not executable for this user",
         errno.ENOEXEC: f"{found or program} is no program: its format is unknown, and it has no #! line",
         errno.ETXTBSY: f"{found or program} is open for writing at this moment",
+        errno.EAGAIN: "another guardian is still at work in its folder, or the system has no process to spare",
         errno.E2BIG: "its arguments and variables are longer than the system takes",
     }
     return causes.get(error.errno or 0, error.strerror or str(error))
