@@ -151,6 +151,28 @@ def test_hazard_12_a_killed_worker_leaves_nothing_of_its_program_behind(
     eventually(lambda: lock_is_free(located(tmp_path)), within=5)
 
 
+def _plant_after_a_word(pipe: Any, root: str) -> None:
+    run = allocate(root, "run-1")
+    pipe.send("starting")
+    plant(run)
+
+
+@linux
+@pytest.mark.parametrize("milliseconds", [0, 5, 10, 15, 20, 30, 40, 60])
+def test_a_worker_that_is_killed_while_it_starts_a_program_leaves_nothing_behind(
+    tmp_path: Path, milliseconds: int
+) -> None:
+    with child(_plant_after_a_word, str(tmp_path)) as (worker, said):
+        heard(said)
+        time.sleep(milliseconds / 1000)
+        begun = psutil.Process(worker.pid).children(recursive=True)
+        worker.kill()
+        worker.join()
+    eventually(lambda: dead(begun), within=10)
+    pids = str(located(tmp_path).path / "pids")
+    assert not [each for each in psutil.process_iter(["cmdline"]) if pids in (each.info["cmdline"] or [])]
+
+
 @linux
 def test_a_frozen_worker_s_program_ends_with_its_leash(tmp_path: Path) -> None:
     with child(_plant, str(tmp_path), (), 1.5) as (worker, said):

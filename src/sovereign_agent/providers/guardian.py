@@ -183,11 +183,6 @@ def become(argv: list[str], folder: str, environment: dict[str, str], user: list
     os.execvpe(argv[0], argv, environment)  # noqa: S606 - no shell is wanted
 
 
-def after(seconds: float | None) -> float:
-    """When so many seconds will have passed from now; None never passes."""
-    return float("inf") if seconds is None else now() + seconds
-
-
 def watch(program: Program, control: int, wake: int, worker: int, *, until: float, heard: bytes) -> str:
     """Wait until the program has ended, or has to; answer what for. `heard` is what was said already."""
     poller = select.poll()
@@ -197,7 +192,7 @@ def watch(program: Program, control: int, wake: int, worker: int, *, until: floa
     while True:
         for order in map(json.loads, heard.splitlines()):
             reason = reason or order.get("end", "")
-            until = after(order["leash"]) if "leash" in order else until
+            until = now() + order["leash"] if "leash" in order else until
         if program.has_ended():
             return "itself"
         if reason or now() >= until or os.getppid() != worker:
@@ -260,7 +255,7 @@ def main(control: int, lock: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    reason = watch(program, control, wake, told["worker"], until=after(told["leash"]), heard=heard)
+    reason = watch(program, control, wake, told["worker"], until=now() + told["leash"], heard=heard)
     survivors = (end if LINUX else ask_group)(program, told["grace"])
     say(control, ended_by=reason, status=program.status, survivors=survivors)
     if not LINUX:

@@ -154,9 +154,9 @@ class Leash:
             self.cut_for = self.cut_for or category
             self._tell()
 
-    def left(self) -> float | None:
-        """Seconds until it runs out; None when it never does."""
-        return None if self.until == NEVER else self.until - monotonic()
+    def left(self) -> float:
+        """Seconds until it runs out."""
+        return self.until - monotonic()
 
     @contextmanager
     def felt(self) -> Generator[int]:
@@ -377,16 +377,13 @@ class _Watch:
                 (self._result_at + AFTER_RESULT_SECONDS, "after_result"),
                 (self._leash.until, "lease_lost"),
             )
-            if self._ordered:
-                due = self._ordered_at + patience
+            due = self._ordered_at + patience if self._ordered else due
+            if monotonic() >= due and self._ordered:
+                self._guard.kill()
+            elif monotonic() >= due:
+                self._end(reason)
             for key, _ in self._selector.select(min(max(due - monotonic(), 0), guardian.LOOK_SECONDS)):
                 key.data()
-            if monotonic() < due:
-                continue
-            if self._ordered:
-                self._guard.kill()
-            else:
-                self._end(reason)
         for source in self._captures:  # what the dead left in the pipes, and no more: a survivor may go on writing
             for _ in range(0, PIPE_BYTES, CHUNK_BYTES):
                 if not source.closed:
