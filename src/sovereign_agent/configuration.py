@@ -189,6 +189,7 @@ class AgentSettings(_ProgramSettings):
     idle_seconds: Seconds = 900.0
 
 
+KINDS = "claude, codex, cursor, command, scripted"
 ProviderSettings = ScriptedSettings | CommandSettings | AgentSettings
 ProviderName = Annotated[Identifier, AfterValidator(_only_real_providers)]
 
@@ -359,8 +360,8 @@ def _in_words(kind: str, message: str) -> tuple[str, str]:
         "extra_forbidden": ("no such key is known here", "remove it, or correct its spelling"),
         "missing": ("it is required, and absent", "add it"),
         "string_pattern_mismatch": ("it has not the form of such a name", "see the default file for its form"),
-        "union_tag_invalid": ("no such kind of provider is known", 'kind = "scripted" or kind = "command"'),
-        "union_tag_not_found": ("it has no kind", 'kind = "scripted" or kind = "command"'),
+        "union_tag_invalid": ("no such kind of provider is known", f"use one of: {KINDS}"),
+        "union_tag_not_found": ("it has no kind", f"add kind = ..., one of: {KINDS}"),
     }
     return words.get(kind, (message.removeprefix("Value error, "), "correct the value"))
 

@@ -2,6 +2,8 @@
 
 base       what goes in, what comes back, and the one table that judges it
 process    the only room that starts a program
+stream     the account of a run that its program gives, event by event
+agent      agent programs: asked what they can do, started, read; `claude`, `codex` and `cursor` say how
 command    any program
 scripted   fixed steps, in a real process
 """
@@ -9,9 +11,15 @@ scripted   fixed steps, in a real process
 from __future__ import annotations
 
 from sovereign_agent.configuration import AgentSettings, CommandSettings, ProviderSettings, ScriptedSettings
+from sovereign_agent.providers.agent import AgentProvider
 from sovereign_agent.providers.base import Provider
+from sovereign_agent.providers.claude import CLAUDE
+from sovereign_agent.providers.codex import CODEX
 from sovereign_agent.providers.command import CommandProvider
+from sovereign_agent.providers.cursor import CURSOR
 from sovereign_agent.providers.scripted import ScriptedProvider
+
+DIALECTS = {"claude": CLAUDE, "codex": CODEX, "cursor": CURSOR}
 
 
 def build(settings: ProviderSettings) -> Provider:
@@ -22,4 +30,4 @@ def build(settings: ProviderSettings) -> Provider:
         case ScriptedSettings():
             return ScriptedProvider(settings)
         case AgentSettings():
-            raise NotImplementedError(settings.kind)
+            return AgentProvider(settings, DIALECTS[settings.kind])

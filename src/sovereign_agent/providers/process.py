@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Protocol
 
 from sovereign_agent.clock import monotonic
 from sovereign_agent.errors import ProviderFault
@@ -36,6 +36,20 @@ PIPE_BYTES = 2**20
 PASSED_ON = ("PATH", "HOME", "LANG", "TZ", "TMPDIR")
 
 
+AFTER_RESULT_SECONDS = 5.0
+
+EndedBy = Literal["itself", "timeout", "idle_timeout", "after_result", "line_too_long", "lease_lost", "interrupted"]
+
+
+class Reader(Protocol):
+    """Hears stdout as it comes."""
+
+    @property
+    def state(self) -> Literal["reading", "finished", "line_too_long"]: ...
+
+    def take(self, chunk: bytes) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How a program ended, with what was seen on the way.
@@ -46,7 +60,7 @@ class Ending:
 
     exit_code: int | None
     signal: int | None
-    ended_by: Literal["itself", "timeout"]
+    ended_by: EndedBy
     duration_seconds: float
     stdout: Capture
     stderr: Capture
@@ -163,7 +177,10 @@ def run(
     variables: Mapping[str, str],
     timeout_seconds: float,
     grace_seconds: float,
-    leash: Leash | None = None,  # noqa: ARG001 - the guardian takes it
+    leash: Leash | None = None,
+    reader: Reader | None = None,
+    idle_seconds: float | None = None,
+    run_as: str = "",  # noqa: ARG001
 ) -> Ending:
     """Run a program in a run's folder to its end, or to its deadline.
 
@@ -172,14 +189,29 @@ def run(
     waiting, once the program is dead.
     """
     started = monotonic()
-    ended_by: Literal["itself", "timeout"] = "itself"
-    watch = _Watch(workspace.raw)
+    ended_by: EndedBy = "itself"
+    leash = leash or Leash()
+    watch = _Watch(workspace.raw, reader, leash)
     try:
         watch.start(argv, workspace.path, variables, stdin)
-        if not watch.ended.wait(timeout_seconds):
-            ended_by = "timeout"
+        result_at = None
+        while not watch.ended.wait(0.02):
+            now = monotonic()
+            if reader and reader.state == "finished":
+                result_at = result_at or now
+            if reader and reader.state == "line_too_long":
+                ended_by = "line_too_long"
+            elif result_at and now > result_at + AFTER_RESULT_SECONDS:
+                ended_by = "after_result"
+            elif now > started + timeout_seconds:
+                ended_by = "timeout"
+            elif idle_seconds and not result_at and now > max(started, leash.progress_at) + idle_seconds:
+                ended_by = "idle_timeout"
+            else:
+                continue
             watch.signal_group(signal.SIGTERM)
             watch.ended.wait(grace_seconds)
+            break
     finally:
         watch.signal_group(signal.SIGKILL)  # after a good end too: for members of the group that it left behind
         code = watch.reap()
@@ -193,10 +225,26 @@ def run(
     )
 
 
+def seen(ending: Ending) -> dict[str, str]:
+    """The failure categories in how a program ended, each in a sentence."""
+    if ending.ended_by == "timeout":
+        return {"timeout": f"It was still running after {ending.duration_seconds:.1f} seconds and was ended."}
+    if ending.ended_by == "after_result":
+        return {}
+    if ending.ended_by != "itself":
+        return {ending.ended_by: f"It was ended: {ending.ended_by}."}
+    if ending.signal is not None:
+        return {"killed": f"It was ended from outside, by {signal.Signals(ending.signal).name}."}
+    if ending.exit_code is None:
+        return {"internal_error": "It ended, but how could not be learned: is SIGCHLD ignored in this process?"}
+    return {"nonzero_exit": f"It ended with exit code {ending.exit_code}."} if ending.exit_code else {}
+
+
 class _Watch:
     """The threads around one child, and the only hand that may signal its group."""
 
-    def __init__(self, raw: Path) -> None:
+    def __init__(self, raw: Path, reader: Reader | None, leash: Leash) -> None:
+        self._reader, self._leash = reader, leash
         self._stop_read, self._stop_write = os.pipe()
         self.stdout = Capture(raw / "stdout.log")
         self.stderr = Capture(raw / "stderr.log")
@@ -210,7 +258,7 @@ class _Watch:
         self._held = True
         self._spawn(self._await_end, child.pid)
         self._spawn(_feed, child.stdin, self._stop_read, stdin)
-        self._spawn(_drain, child.stdout, self._stop_read, self.stdout)
+        self._spawn(_drain, child.stdout, self._stop_read, self.stdout, self._reader, self._leash)
         self._spawn(_drain, child.stderr, self._stop_read, self.stderr)
 
     def signal_group(self, number: signal.Signals) -> None:
@@ -266,7 +314,9 @@ def _feed(stdin: IO[bytes], stop: int, data: bytes) -> None:
                 left = left[os.write(stdin.fileno(), left) :]
 
 
-def _drain(source: IO[bytes], stop: int, capture: Capture) -> None:
+def _drain(
+    source: IO[bytes], stop: int, capture: Capture, reader: Reader | None = None, leash: Leash | None = None
+) -> None:
     """Take in one output until its end, or until `stop` and then what a pipe can still hold."""
     poller, allowance = select.poll(), PIPE_BYTES
     poller.register(source, select.POLLIN)
@@ -278,6 +328,10 @@ def _drain(source: IO[bytes], stop: int, capture: Capture) -> None:
             if not chunk:
                 return
             capture.take(chunk)
+            if leash:
+                leash.progress_at = monotonic()
+            if reader:
+                reader.take(chunk)
             if stop in ready:
                 allowance -= len(chunk)
 

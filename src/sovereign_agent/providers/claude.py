@@ -1,0 +1,44 @@
+"""Claude Code, as ``claude -p --output-format stream-json --verbose`` speaks."""
+
+from __future__ import annotations
+
+from sovereign_agent.providers.agent import Dialect
+from sovereign_agent.providers.stream import Account, Event, read_result
+
+KNOWN = {"system", "assistant", "user", "result"}
+
+
+def read(event: Event, account: Account) -> bool:
+    """Enter one event into the account."""
+    match event:
+        case {"type": "system", "subtype": "init", "session_id": str(session)}:
+            account.session = session
+        case {"type": "assistant" | "user", "message": {"content": [*parts]}}:
+            for part in parts:
+                _read_part(part, account)
+        case {"type": "result"}:
+            read_result(event, account)
+            account.measure({name: event.get(name) for name in ("num_turns", "total_cost_usd", "duration_ms")})
+            account.measure(event.get("usage"))
+        case _:
+            pass
+    return event["type"] in KNOWN
+
+
+def _read_part(part: object, account: Account) -> None:
+    match part:
+        case {"type": "tool_use", "id": str(call), "name": str(tool)}:
+            account.start(call, tool)
+        case {"type": "tool_result", "tool_use_id": str(call)}:
+            account.running.pop(call, None)
+        case _:
+            pass
+
+
+CLAUDE = Dialect(
+    program="claude",
+    version=r"(\S+) \(Claude Code\)",
+    required=("-p", "--output-format stream-json", "--verbose"),
+    wished=("--permission-mode acceptEdits",),
+    read=read,
+)
