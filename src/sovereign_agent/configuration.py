@@ -177,8 +177,8 @@ class CommandSettings(_ProgramSettings):
 class AgentSettings(_ProgramSettings):
     """A provider that is an agent program with a stream of events: Claude Code, Codex or Cursor.
 
-    `program` is its name or path, by default the usual one. `model` is passed on where the program takes one.
-    `arguments` are added as they are. Silent for `idle_seconds`, it is ended.
+    `program` is its name or path, by default the usual one. `model` is passed on as it is, and so are `arguments`,
+    among which an option takes the place of the same one of ours. After `idle_seconds` without output it is ended.
     """
 
     kind: Literal["claude", "codex", "cursor"]
@@ -187,6 +187,11 @@ class AgentSettings(_ProgramSettings):
     arguments: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     timeout_seconds: Seconds = 3600.0
     idle_seconds: Seconds = 900.0
+
+    @property
+    def executable(self) -> str:
+        """The name or path of the program."""
+        return self.program or ("cursor-agent" if self.kind == "cursor" else self.kind)
 
 
 KINDS = "claude, codex, cursor, command, scripted"

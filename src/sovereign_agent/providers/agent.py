@@ -41,7 +41,6 @@ class Dialect:
     where they have one. `last` ends the arguments. The task goes in by stdin, or by the file `task_name`.
     """
 
-    program: str
     version: str
     read: Read
     required: tuple[str, ...]
@@ -115,12 +114,11 @@ def arguments(dialect: Dialect, settings: AgentSettings, capabilities: Capabilit
     required = [*dialect.required, *(["--model"] if settings.model else [])]
     proofs = [*required, *([dialect.reads_stdin] if dialect.reads_stdin else [])]
     if unproved := [option for option in proofs if not capabilities.prove(option)]:
-        program = settings.program or dialect.program
         raise ProviderFault(
-            f"The program {program!r} was not started: its help does not show {', '.join(unproved)}.",
+            f"The program {settings.executable!r} was not started: its help does not show {', '.join(unproved)}.",
             category="capability_refusal",
             why="No option is passed on that the program does not say it has.",
-            inspect=" ".join([program, *dialect.verb, "--help"]),
+            inspect=" ".join([settings.executable, *dialect.verb, "--help"]),
             next_command="install a version that has it, or correct [providers] in sovereign.toml",
         )
     given = {argument.partition("=")[0] for argument in settings.arguments}
@@ -128,7 +126,7 @@ def arguments(dialect: Dialect, settings: AgentSettings, capabilities: Capabilit
     ours = [word for option in (*dialect.required, *wished) for word in option.split()]
     model = ["--model", settings.model] if settings.model else []
     last = [dialect.last] if dialect.last else []
-    return [settings.program or dialect.program, *dialect.verb, *ours, *model, *settings.arguments, *last]
+    return [settings.executable, *dialect.verb, *ours, *model, *settings.arguments, *last]
 
 
 def probe(dialect: Dialect, settings: AgentSettings, workspace: Workspace, variables: dict[str, str]) -> Capabilities:
@@ -137,8 +135,7 @@ def probe(dialect: Dialect, settings: AgentSettings, workspace: Workspace, varia
     It is asked in the folder of the run that is to follow. No version, or none that can be read, is no fault; a
     help that does not come proves nothing. Raises ProviderFault when the program cannot be started at all.
     """
-    program = settings.program or dialect.program
-    folder = workspace.path.parents[1]
+    program, folder = settings.executable, workspace.path.parents[1]
     key = _build(program, workspace.path, variables["PATH"])
     cache = _cached(folder / CACHE_NAME)
     if key in cache:

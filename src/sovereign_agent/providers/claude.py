@@ -36,7 +36,6 @@ def _read_part(part: object, account: Account) -> None:
 
 
 CLAUDE = Dialect(
-    program="claude",
     version=r"(\S+) \(Claude Code\)",
     required=("-p", "--output-format stream-json", "--verbose"),
     wished=("--permission-mode acceptEdits",),

@@ -62,7 +62,6 @@ def _read_turn(event: Event, account: Account) -> None:
 
 
 CODEX = Dialect(
-    program="codex",
     version=r"codex-cli (\S+)",
     verb=("exec",),
     required=("--json",),

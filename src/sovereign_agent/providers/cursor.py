@@ -26,7 +26,6 @@ def read(event: Event, account: Account) -> bool:
 
 
 CURSOR = Dialect(
-    program="cursor-agent",
     version=r"^(\d[\w.+-]*)",
     required=("-p", "--output-format stream-json"),
     wished=("--force",),
