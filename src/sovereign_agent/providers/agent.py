@@ -94,12 +94,11 @@ class AgentProvider:
             )
         except ProviderFault as fault:
             return conclude(workspace, exit_code=None, seen={fault.category: str(fault)}, detail={})
-        ended_by_us = ending.ended_by == "after_result"
-        if not ended_by_us:
+        if ending.ended_by != "after_result":  # else it was our hand that cut its last line
             stream.close()
         return conclude(
             workspace,
-            exit_code=0 if ended_by_us else ending.exit_code,
+            exit_code=ending.verdict_code,
             seen=stream.seen() | process.seen(ending),
             said=stream.account.words() or ending.stderr.last_words(),
             detail=ending.detail() | stream.account.detail() | {"version": capabilities.version},

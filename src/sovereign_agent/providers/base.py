@@ -241,7 +241,13 @@ def conclude(
     report = _report(workspace, reasons)
     deliverables = _deliverables(workspace, report, reasons)
     status, category = judge(reasons, exit_code=exit_code, report=report)
-    words = [reasons.get(category, ""), report.summary if report else "", said if category else ""]
+    survivors = ", ".join(detail.get("survivors", ()))
+    words = [
+        reasons.get(category, ""),
+        f"Still there afterwards: {survivors}." if survivors else "",
+        report.summary if report else "",
+        said if category else "",
+    ]
     return Proposal(
         status,
         category,
