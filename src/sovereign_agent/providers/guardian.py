@@ -27,6 +27,7 @@ import select
 import signal
 import sys
 import time
+import warnings  # noqa: F401 - execvpe wants it, and the program's user may not be able to read it
 
 LINUX = sys.platform == "linux"
 LOOK_SECONDS = 1.0
@@ -62,7 +63,7 @@ class Program:
 
     def has_ended(self) -> bool:
         """Whether it came to its end. It is not buried yet, so its number stays its own; orphans left to us are."""
-        if sys.platform != "linux":
+        if not LINUX:
             return self.bury()
         while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if found.si_pid == self.pid:
@@ -83,7 +84,7 @@ class Program:
 def stat(pid: int) -> tuple[str, str, int]:
     """The name, state and parent of a process; the parent is 0 when it is gone."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - pathlib is slow
             head, _, rest = file.read().rpartition(")")
     except OSError:
         return "", "Z", 0
@@ -93,7 +94,7 @@ def stat(pid: int) -> tuple[str, str, int]:
 
 def descendants() -> dict[int, tuple[str, str, int]]:
     """All that descend from this process, parents first, each with its `stat`."""
-    stats = {int(name): stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    stats = {int(name): stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208
     children: dict[int, list[int]] = {}
     for pid, (_, _, parent) in stats.items():
         children.setdefault(parent, []).append(pid)
@@ -134,19 +135,18 @@ def signal_all(*numbers: int) -> None:
 def listen() -> int:
     """Be deaf to a terminal, and answer a descriptor that tells of SIGTERM and of the end of children."""
     wake, write = os.pipe()
-    os.set_blocking(wake, False)
     os.set_blocking(write, False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for deaf in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(deaf, signal.SIG_IGN)
+    for heard in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(heard, lambda _number, _frame: None)  # the descriptor tells
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     return wake
 
 
 def say(control: int, **answer: object) -> None:
     """Tell the worker, if there still is one."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(BrokenPipeError):
         os.write(control, json.dumps(answer).encode() + b"\n")
 
 
@@ -185,7 +185,7 @@ def after(seconds: float | None) -> float:
     return float("inf") if seconds is None else now() + seconds
 
 
-def watch(program: Program, control: int, wake: int, worker: int, until: float, heard: bytes) -> str:
+def watch(program: Program, control: int, wake: int, worker: int, *, until: float, heard: bytes) -> str:
     """Wait until the program has ended, or has to; answer what for. `heard` is what was said already."""
     poller = select.poll()
     poller.register(control, select.POLLIN)
@@ -208,8 +208,8 @@ def watch(program: Program, control: int, wake: int, worker: int, until: float, 
                 reason = "interrupted"
 
 
-def end(program: Program, control: int, reason: str, grace_seconds: float) -> None:
-    """End all, and say so, or who survived; then go on against survivors, slowly, until none is left."""
+def end(program: Program, grace_seconds: float) -> list[str]:
+    """End the program and all its descendants; answer who survived."""
     until = now() + grace_seconds
     if alive():
         signal_all(signal.SIGTERM, signal.SIGCONT)  # who is stopped cannot hear
@@ -217,20 +217,17 @@ def end(program: Program, control: int, reason: str, grace_seconds: float) -> No
         time.sleep(SWEEP_SECONDS)
     with contextlib.suppress(OSError):
         os.killpg(program.pid, signal.SIGKILL)  # at one blow, so that none forks away; its leader is not buried yet
-    until, pause = now() + KILL_SECONDS, SWEEP_SECONDS
+    until = now() + KILL_SECONDS
     while not program.bury():
+        if now() >= until:
+            return alive() or ["a process that could not be found"]
         signal_all(signal.SIGSTOP, signal.SIGKILL)  # who is stopped does not fork while the others are killed
-        if now() >= until and pause != HUNT_SECONDS:
-            survivors = alive() or ["a process that could not be found"]
-            say(control, ended_by=reason, status=program.status, survivors=survivors)
-            pause = HUNT_SECONDS
-        time.sleep(pause)
-    if pause != HUNT_SECONDS:
-        say(control, ended_by=reason, status=program.status, survivors=[])
+        time.sleep(SWEEP_SECONDS)
+    return []
 
 
-def end_group(program: Program, control: int, reason: str, grace_seconds: float) -> None:
-    """What there is instead of `end` without subreapers. The last signal takes this process along."""
+def end_group(program: Program, grace_seconds: float) -> list[str]:
+    """What there is instead of `end` without subreapers: it leaves the last blow to `main`, which it takes along."""
     until = now() + grace_seconds
     os.killpg(0, signal.SIGTERM)
     while not program.bury() and now() < until:
@@ -238,14 +235,13 @@ def end_group(program: Program, control: int, reason: str, grace_seconds: float)
     if program.status is None:
         os.kill(program.pid, signal.SIGKILL)
         program.status = os.waitstatus_to_exitcode(os.waitpid(program.pid, 0)[1])
-    say(control, ended_by=reason, status=program.status, survivors=[])
-    os.killpg(0, signal.SIGKILL)
+    return []
 
 
 def main(control: int, lock: int) -> None:
     """Guard one program, from before its start until nobody of it is left."""
-    os.set_inheritable(control, False)
-    os.set_inheritable(lock, False)
+    for descriptor in (control, lock):
+        os.set_inheritable(descriptor, False)  # noqa: FBT003 - it takes no name
     wake = listen()
     heard = hear(control)
     if not heard:
@@ -264,8 +260,14 @@ def main(control: int, lock: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    reason = watch(program, control, wake, told["worker"], after(told["leash"]), heard)
-    (end if LINUX else end_group)(program, control, reason, told["grace"])
+    reason = watch(program, control, wake, told["worker"], until=after(told["leash"]), heard=heard)
+    survivors = (end if LINUX else end_group)(program, told["grace"])
+    say(control, ended_by=reason, status=program.status, survivors=survivors)
+    if not LINUX:
+        os.killpg(0, signal.SIGKILL)
+    while not program.bury():
+        signal_all(signal.SIGSTOP, signal.SIGKILL)
+        time.sleep(HUNT_SECONDS)
 
 
 if __name__ == "__main__":

@@ -38,9 +38,6 @@ PIPE_BYTES = 2**20
 """The most that a pipe holds: what the dead wrote is within it, and what comes beyond is somebody else's."""
 
 NEVER = float("inf")
-LOOK_SECONDS = 60.0
-"""The longest that it waits at once: the system's own limit is a month."""
-
 AFTER_RESULT_SECONDS = 5.0
 """How long a program may go on after its result before it is ended."""
 
@@ -52,8 +49,6 @@ PASSED_ON = ("PATH", "HOME", "LANG", "TZ", "TMPDIR")
 
 _guardians: set[subprocess.Popen[bytes]] = set()
 """Those not known to have ended: one that hunts survivors outlives its run."""
-
-EndedBy = Literal["itself", "timeout", "idle_timeout", "after_result", "line_too_long", "lease_lost", "interrupted"]
 
 
 class Reader(Protocol):
@@ -74,13 +69,14 @@ class Ending:
     """How a program ended, with what was seen on the way.
 
     `exit_code` is None when a signal ended it, or when its end could not be learned (then `signal` is None too).
-    `ended_by` says who sent that signal, or who asked for the end. `survivors` are the processes that could not be
-    ended, each with its number and name.
+    `ended_by` says what it was ended for: ``timeout``, ``idle_timeout``, ``after_result``, ``line_too_long``,
+    ``lease_lost``, ``interrupted``; or ``itself``, and then that signal was not ours. `survivors` are the processes
+    that could not be ended, each with its number and name.
     """
 
     exit_code: int | None
     signal: int | None
-    ended_by: EndedBy
+    ended_by: str
     survivors: tuple[str, ...]
     duration_seconds: float
     stdout: Capture
@@ -289,15 +285,6 @@ def run(
     if user:
         account.hand_over(workspace, user)
         variables = {**variables, "HOME": user.home, "USER": user.name, "LOGNAME": user.name}
-    order = {
-        "argv": argv,
-        "folder": str(workspace.path),
-        "environment": {**variables},
-        "user": [user.group, user.user, *user.groups] if user else [],
-        "worker": os.getpid(),
-        "grace": grace_seconds,
-        "leash": leash.left(),
-    }
     ours, theirs = socket.socketpair()
     with ours, leash.felt() as moved:
         try:
@@ -305,12 +292,20 @@ def run(
                 guard = _start_guardian(workspace, theirs)
         except OSError as error:
             raise _fault(argv[0], f"its guardian could not be started ({error.strerror})") from error
-        watch = _Watch(guard, ours, moved, workspace.raw, leash, reader, stdin)
+        watch = _Watch(guard, ours, workspace.raw, leash, reader)
         try:
-            watch.tell(**order)
+            watch.tell(
+                argv=argv,
+                folder=str(workspace.path),
+                environment={**variables},
+                user=[user.group, user.user, *user.groups] if user else [],
+                worker=os.getpid(),
+                grace=grace_seconds,
+                leash=leash.left(),
+            )
+            watch.begin(moved, stdin)
             watch.until_ended(timeout_seconds, idle_seconds, grace_seconds)
         finally:
-            ours.close()  # whatever brought us here: with this the guardian ends all that is left
             watch.close(grace_seconds)
     if "fault" in watch.answer:
         error = OSError(*watch.answer["fault"])
@@ -320,13 +315,12 @@ def run(
 
 def _start_guardian(workspace: Workspace, control: socket.socket) -> subprocess.Popen[bytes]:
     """Start a guardian that has nothing to do yet. Raises OSError."""
-    for ended in [each for each in _guardians if each.poll() is not None]:
-        _guardians.discard(ended)
-    path = workspace.path.with_name(f"{workspace.id}.lock")
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    lock = os.open(
+        workspace.path.with_name(f"{workspace.id}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
     try:
-        guard = subprocess.Popen(  # noqa: S603 - the program is our own, and no shell reads this
-            [sys.executable, "-I", "-S", guardian.__file__, str(control.fileno()), str(lock)],
+        return subprocess.Popen(  # noqa: S603 - the program is our own, and no shell reads this
+            (sys.executable, "-I", "-S", guardian.__file__, str(control.fileno()), str(lock)),
             bufsize=0,
             cwd="/",
             stdin=subprocess.PIPE,
@@ -338,51 +332,45 @@ def _start_guardian(workspace: Workspace, control: socket.socket) -> subprocess.
         )
     finally:
         os.close(lock)
-    _guardians.add(guard)
-    return guard
 
 
 class _Watch:
     """One program and its guardian, watched from the calling thread alone."""
 
     def __init__(
-        self,
-        guard: subprocess.Popen[bytes],
-        control: socket.socket,
-        moved: int,
-        raw: Path,
-        leash: Leash,
-        reader: Reader | None,
-        stdin: bytes,
+        self, guard: subprocess.Popen[bytes], control: socket.socket, raw: Path, leash: Leash, reader: Reader | None
     ) -> None:
+        assert guard.stdin
+        assert guard.stdout
+        assert guard.stderr
         self.answer: dict[str, Any] = {}
-        self._guard, self._control, self._moved, self._leash, self._reader = guard, control, moved, leash, reader
-        self._stdout, self._stderr = Capture(raw / "stdout.log"), Capture(raw / "stderr.log")
-        self._outputs = ((_pipe(guard.stdout), self._stdout), (_pipe(guard.stderr), self._stderr))
-        self._input, self._unread = _pipe(guard.stdin), memoryview(stdin)
-        self._started = self._spoke_at = monotonic()
-        self._result_at = NEVER
-        self._ordered = ""
-        self._ordered_at = NEVER
-        self._heard = b""
-        self._over = False
-        self.duration_seconds = 0.0
+        self._guard, self._control, self._leash, self._reader = guard, control, leash, reader
+        self._stdin, self._stdout, self._stderr = guard.stdin, guard.stdout, guard.stderr
+        self._captures = {self._stdout: Capture(raw / "stdout.log"), self._stderr: Capture(raw / "stderr.log")}
+        self._heard, self._over, self._ordered = b"", False, ""
+        self._started = self._spoke_at = self._ended = monotonic()
+        self._ordered_at = self._result_at = NEVER
         self._selector = selectors.PollSelector()
-        self._selector.register(control, selectors.EVENT_READ, self._hear)
-        self._selector.register(moved, selectors.EVENT_READ, self._feel)
-        self._selector.register(self._input, selectors.EVENT_WRITE, self._feed)
-        for source, capture in self._outputs:
-            self._selector.register(source, selectors.EVENT_READ, partial(self._take, source, capture))
-        control.settimeout(PATIENCE_SECONDS)
+        _guardians.difference_update({each for each in {*_guardians} if each.poll() is not None})
+        _guardians.add(guard)
+
+    def begin(self, moved: int, stdin: bytes) -> None:
+        """Listen to everybody, and have `stdin` written; `moved` tells of the leash."""
+        self._control.settimeout(PATIENCE_SECONDS)
+        self._selector.register(self._control, selectors.EVENT_READ, self._hear)
+        self._selector.register(moved, selectors.EVENT_READ, partial(self._feel, moved))
+        self._selector.register(self._stdin, selectors.EVENT_WRITE, partial(self._feed, bytearray(stdin)))
+        for source in self._captures:
+            self._selector.register(source, selectors.EVENT_READ, partial(self._take, source))
+        for pipe in (self._stdin, *self._captures):
+            os.set_blocking(pipe.fileno(), False)
 
     def tell(self, **order: Any) -> None:
-        """Send the guardian a line. One that does not listen is killed; that one is gone, `_hear` learns."""
+        """Send the guardian a line. One that does not listen is killed, and `_hear` learns that it is gone."""
         try:
             self._control.sendall(json.dumps(order).encode("ascii") + b"\n")
-        except TimeoutError:
-            self._guard.kill()
         except OSError:
-            pass
+            self._guard.kill()
 
     def until_ended(self, timeout_seconds: float, idle_seconds: float, grace_seconds: float) -> None:
         """Watch until the guardian says that all is over, or is gone. One that does not obey in time is killed."""
@@ -396,19 +384,22 @@ class _Watch:
             )
             if self._ordered:
                 due = self._ordered_at + patience
-            self._turn(min(due - monotonic(), LOOK_SECONDS))
+            self._turn(min(max(due - monotonic(), 0), guardian.LOOK_SECONDS))
             if monotonic() < due:
                 continue
             if self._ordered:
                 self._guard.kill()
             else:
                 self._end(reason)
-        self._drain()
-        self.duration_seconds = monotonic() - self._started
+        for source in self._captures:  # what the dead left in the pipes, and no more: a survivor may go on writing
+            for _ in range(0, PIPE_BYTES, CHUNK_BYTES):
+                if not source.closed:
+                    self._take(source)
+        self._ended = monotonic()
 
     def close(self, grace_seconds: float) -> None:
-        """Let go of everything. The guardian is waited for, unless it still hunts survivors."""
-        for file in (self._input, *(source for source, _ in self._outputs), self._stdout, self._stderr):
+        """Let go of everything, so that the guardian ends what is left, and wait until it did; not for survivors."""
+        for file in (self._control, self._stdin, *self._captures, *self._captures.values()):
             file.close()
         with suppress(subprocess.TimeoutExpired):
             self._guard.wait(0 if self.answer.get("survivors") else grace_seconds + 2 * guardian.KILL_SECONDS)
@@ -421,21 +412,14 @@ class _Watch:
             signal=-status if status is not None and status < 0 else None,
             ended_by=self.answer.get("ended_by", self._ordered or "itself"),
             survivors=tuple(self.answer.get("survivors", ["unknown: its guardian was lost"])),
-            duration_seconds=self.duration_seconds,
-            stdout=self._stdout,
-            stderr=self._stderr,
+            duration_seconds=self._ended - self._started,
+            stdout=self._captures[self._stdout],
+            stderr=self._captures[self._stderr],
         )
 
     def _turn(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
             key.data()
-
-    def _drain(self) -> None:
-        """Take in what the dead left in the pipes, and no more than a pipe holds: a survivor may go on writing."""
-        for source, capture in self._outputs:
-            for _ in range(0, PIPE_BYTES, CHUNK_BYTES):
-                if not source.closed:
-                    self._take(source, capture)
 
     def _end(self, reason: str) -> None:
         if not self._ordered:
@@ -443,36 +427,34 @@ class _Watch:
             self.tell(end=reason)
 
     def _hear(self) -> None:
-        """Take in what the guardian says."""
+        """Take in the one line that the guardian says, or that it is gone."""
         said = b""
         with suppress(OSError):
             said = self._control.recv(CHUNK_BYTES)
-        *lines, self._heard = (self._heard + said).split(b"\n")
-        for line in lines:
-            self.answer |= json.loads(line)
-        self._over = bool(self.answer) or not said
+        self._heard += said
+        if b"\n" in self._heard:
+            self.answer = json.loads(self._heard.partition(b"\n")[0])
+        self._over = not said or bool(self.answer)
 
-    def _feel(self) -> None:
+    def _feel(self, moved: int) -> None:
         """The leash was moved: hand it on."""
-        os.read(self._moved, CHUNK_BYTES)
+        os.read(moved, CHUNK_BYTES)
         if self._leash.cut_for:
             self._end(self._leash.cut_for)
         else:
             self.tell(leash=self._leash.left())
 
-    def _feed(self) -> None:
+    def _feed(self, unread: bytearray) -> None:
         """Write on the program's input, and close it at the end. A program that does not read it is no trouble."""
         try:
-            self._unread = self._unread[os.write(self._input.fileno(), self._unread) :]
-        except BlockingIOError:
-            return
+            del unread[: os.write(self._stdin.fileno(), unread)]
         except BrokenPipeError:
-            self._unread = self._unread[:0]
-        if not self._unread:
-            self._selector.unregister(self._input)
-            self._input.close()
+            unread.clear()
+        if not unread:
+            self._selector.unregister(self._stdin)
+            self._stdin.close()
 
-    def _take(self, source: IO[bytes], capture: Capture) -> None:
+    def _take(self, source: IO[bytes]) -> None:
         """Take in a piece of one output, if there is one, or its end."""
         try:
             chunk = os.read(source.fileno(), CHUNK_BYTES)
@@ -482,32 +464,24 @@ class _Watch:
             self._selector.unregister(source)
             source.close()
             return
-        capture.take(chunk)
+        self._captures[source].take(chunk)
         self._leash.progress_at = monotonic()
-        if capture is self._stdout:
+        if source is self._stdout:
             self._spoke_at = self._leash.progress_at
             if self._reader:
-                self._read(self._reader, chunk)
-
-    def _read(self, reader: Reader, chunk: bytes) -> None:
-        reader.take(chunk)
-        if reader.state == "line_too_long":
-            self._end("line_too_long")
-        elif reader.state == "finished":
-            self._result_at = min(self._result_at, monotonic())
-
-
-def _pipe(file: IO[bytes] | None) -> IO[bytes]:
-    """An end of a pipe that was asked for, ready to be polled."""
-    assert file
-    os.set_blocking(file.fileno(), False)
-    return file
+                self._reader.take(chunk)
+                if self._reader.state == "line_too_long":
+                    self._end("line_too_long")
+                elif self._reader.state == "finished":
+                    self._result_at = min(self._result_at, monotonic())
 
 
 def _cause(error: OSError, program: str, folder: Path, search: str) -> str:
     """What really is missing: one ENOENT stands for the folder, the program, a link's target and an interpreter."""
     if not os.access(folder, os.F_OK):
         return f"the folder it should run in is not there ({folder})"
+    if error.filename == str(folder):
+        return f"the folder it should run in cannot be entered by its user ({folder})"
     places = [folder] if "/" in program else [Path(place) for place in search.split(os.pathsep) if place]
     found = next((place / program for place in places if os.path.lexists(place / program)), None)
     if error.errno == errno.ENOENT:
@@ -520,6 +494,7 @@ def _cause(error: OSError, program: str, folder: Path, search: str) -> str:
         errno.EACCES: f"{found or program} is not executable for this user",
         errno.ENOEXEC: f"{found or program} is no program: its format is unknown, and it has no #! line",
         errno.ETXTBSY: f"{found or program} is open for writing at this moment",
+        errno.EAGAIN: "another guardian is still at work in its folder, or the system has no process to spare",
         errno.E2BIG: "its arguments and variables are longer than the system takes",
     }
     return causes.get(error.errno or 0, error.strerror or str(error))
