@@ -7,8 +7,10 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +25,7 @@ from sovereign_agent.commands.checkup import check_up
 from sovereign_agent.configuration import AgentSettings, default_text, load
 from sovereign_agent.errors import ConfigurationFault, ProviderFault
 from sovereign_agent.organization import Organization
-from sovereign_agent.providers import DIALECTS, agent, build, process
+from sovereign_agent.providers import DIALECTS, agent, base, build, claude, codex, cursor, process, stream
 from sovereign_agent.providers.agent import Capabilities, arguments
 from sovereign_agent.providers.base import (
     PRECEDENCE,
@@ -63,14 +65,15 @@ def out(content: bytes) -> Step:
 class Fakes:
     """The folder that holds the programs: the only one on PATH that has any of them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: str = sys.executable) -> None:
         self.folder = folder
+        self.python = python
         folder.mkdir()
 
     def install(self, kind: str, *run: Step, **plan: list[Step]) -> Path:
         """Put the program of that kind in its place, with a plan."""
         program = self.folder / NAMES[kind]
-        program.write_text(f"#!{sys.executable} -IS\n" + FAKE.read_text())
+        program.write_text(f"#!{self.python} -IS\n" + FAKE.read_text())
         program.chmod(0o755)
         (self.folder / f"{NAMES[kind]}.json").write_text(json.dumps({"run": run, **plan}))
         return program
@@ -225,8 +228,8 @@ def test_hazard_04_a_line_break_of_unicode_cuts_no_event(kind, played):
 
 
 def test_hazard_04_nothing_that_reads_a_protocol_cuts_lines_where_unicode_does():
-    rooms = Path(agent.__file__).parent.glob("*.py")
-    assert not [room.name for room in rooms if re.search(r"splitlines\(|iter_lines|STDOUT", room.read_text())]
+    for room in (agent, stream, claude, codex, cursor, base, process):
+        assert not re.search(r"splitlines|iter_lines|STDOUT", Path(room.__file__).read_text())
 
 
 @each_kind
@@ -300,8 +303,8 @@ def test_hazard_09_a_failure_that_only_stderr_explains_has_its_last_words(kind, 
 @pytest.mark.parametrize("ok", [True, False])
 def test_hazard_10_a_program_that_hangs_after_its_result_is_judged_by_the_result(kind, ok, played, monkeypatch):
     monkeypatch.setattr(process, "AFTER_RESULT_SECONDS", 0.5)
-    stream = good(kind) if ok else lines(*GOOD[kind][:-1], failed(kind))
-    proposal = played(kind, *WORK, out(stream + b'{"type":"half'), {"ignore": "SIGTERM"}, {"sleep": 60})
+    told = good(kind) if ok else lines(*GOOD[kind][:-1], failed(kind))
+    proposal = played(kind, *WORK, out(told + b'{"type":"half'), {"ignore": "SIGTERM"}, {"sleep": 60})
     assert verdict(proposal) == (COMPLETED if ok else ("failed", "provider_error"))
     assert (proposal.detail["ended_by"], proposal.detail["signal"]) == ("after_result", signal.SIGKILL)
     assert proposal.detail["duration_seconds"] < 5
@@ -354,8 +357,8 @@ def test_hazard_15_a_program_that_does_not_read_its_task_is_no_trouble(kind, pla
 def test_hazard_16_what_looks_like_a_result_but_stands_elsewhere_counts_for_nothing(kind, code, played):
     result = lines(GOOD[kind][-1]).decode()
     quoted = {"type": "user", "message": {"content": [{"type": "tool_result", "content": result}]}}
-    stream = lines(*GOOD[kind][:-1], quoted, {"type": "wrapped", "event": GOOD[kind][-1]})
-    proposal = played(kind, *WORK, {"err_text": result}, out(stream), {"exit": code})
+    told = lines(*GOOD[kind][:-1], quoted, {"type": "wrapped", "event": GOOD[kind][-1]})
+    proposal = played(kind, *WORK, {"err_text": result}, out(told), {"exit": code})
     assert verdict(proposal) == ("failed", "nonzero_exit" if code else "missing_terminal")
 
 
@@ -366,8 +369,8 @@ def test_hazard_16_a_failure_on_stderr_alone_fails_nothing(kind, played):
 
 @each_kind
 def test_hazard_18_unknown_events_are_passed_over_and_stand_on_the_receipt(kind, played):
-    stream = lines(GOOD[kind][0], {"type": "brand_new", "x": 1}, RATE_LIMIT, *GOOD[kind][1:])
-    proposal = played(kind, *WORK, out(stream))
+    told = lines(GOOD[kind][0], {"type": "brand_new", "x": 1}, RATE_LIMIT, *GOOD[kind][1:])
+    proposal = played(kind, *WORK, out(told))
     assert verdict(proposal) == COMPLETED
     assert proposal.detail["unknown_events"] == {"brand_new": 1, "rate_limit_event": 1}
 
@@ -380,8 +383,8 @@ def test_hazard_18_a_result_that_lacks_its_fields_is_malformed(kind, played):
 
 @each_kind
 def test_a_stream_that_names_no_session_is_failed(kind, played):
-    stream = good(kind).replace(b"session_id", b"_").replace(b"thread_id", b"_")
-    assert verdict(played(kind, *WORK, out(stream))) == ("failed", "missing_session")
+    told = good(kind).replace(b"session_id", b"_").replace(b"thread_id", b"_")
+    assert verdict(played(kind, *WORK, out(told))) == ("failed", "missing_session")
 
 
 @each_kind
@@ -449,6 +452,26 @@ def test_hazard_22_only_a_handful_of_variables_is_passed_on(kind, played, folder
     seen = {name for name in json.loads((folder.path / "seen").read_text()) if not name.startswith("LC_")}
     told = {"SOVEREIGN_ASSIGNMENT", "SOVEREIGN_ATTEMPT", "SOVEREIGN_OUT"}
     assert seen - {"LANG", "TZ", "TMPDIR"} == {"PATH", "MY_KEY", *told}
+
+
+OPEN_PYTHON = shutil.which("python3", path="/usr/bin:/bin") or ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not OPEN_PYTHON, reason="takes root, and a Python that everybody can run")
+@each_kind
+def test_a_program_of_another_user_can_read_its_task_and_hand_in(kind, monkeypatch):
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        fakes = Fakes(Path(place) / "bin", OPEN_PYTHON)
+        monkeypatch.setenv("PATH", f"{fakes.folder}:/usr/bin:/bin")
+        told = {"digest": ".sovereign-task.md", "into": "digest"} if kind == "cursor" else {"digest_stdin": "digest"}
+        fakes.install(kind, told, {"dump_env": "seen"}, *WORK, out(good(kind)))
+        (fakes.folder / f"{NAMES[kind]}.calls").touch()
+        (fakes.folder / f"{NAMES[kind]}.calls").chmod(0o666)
+        run = allocate(place, "run-1")
+        assert verdict(perform(kind, run, run_as="nobody")) == COMPLETED
+        assert (run.path / "digest").read_text() == hashlib.sha256(prompt(envelope())).hexdigest()
+        assert (run.path / "digest").owner() == "nobody"
 
 
 # what it can do
@@ -563,15 +586,22 @@ def test_hazard_20_a_version_that_never_comes_is_unknown(kind, played, monkeypat
     assert (verdict(proposal), proposal.detail["version"]) == (COMPLETED, "")
 
 
+HELPLESS: dict[str, list[Step]] = {
+    "still running after 1": [{"sleep": 60}],
+    "its help does not show": [{"exit": 0}],
+    "by SIGKILL": [{"signal": "SIGKILL"}],
+    "exit code 7. no licence": [{"err_text": "no licence"}, {"exit": 7}],
+}
+
+
 @each_kind
-@pytest.mark.parametrize(
-    "steps", [[{"sleep": 60}], [{"exit": 0}], [{"signal": "SIGKILL"}]], ids=["hang", "no", "killed"]
-)
-def test_hazard_20_a_help_that_does_not_come_proves_nothing(kind, steps, fakes, played, monkeypatch):
+@pytest.mark.parametrize("cause", HELPLESS)
+def test_hazard_20_a_help_that_does_not_come_proves_nothing_and_is_told_why(cause, kind, fakes, played, monkeypatch):
     monkeypatch.setattr(agent, "PROBE_SECONDS", 1.0)
     started = time.monotonic()
-    proposal = played(kind, *WORK, out(good(kind)), plan={"help": steps})
+    proposal = played(kind, *WORK, out(good(kind)), plan={"help": HELPLESS[cause]})
     assert verdict(proposal) == ("failed", "capability_refusal")
+    assert cause in proposal.summary
     assert time.monotonic() - started < 5
     assert fakes.runs(kind) == []
 

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from sovereign_agent.configuration import AgentSettings, replace_file
 from sovereign_agent.errors import ProviderFault
-from sovereign_agent.providers import process
+from sovereign_agent.providers import account, process
 from sovereign_agent.providers.base import Envelope, Proposal, conclude, prompt, told
 from sovereign_agent.providers.process import Leash
 from sovereign_agent.providers.stream import Read, Stream
@@ -38,7 +38,8 @@ class Dialect:
     """How one product is started, and how its events are read.
 
     `version` finds the version in what ``--version`` prints. `required` and `wished` are options, with their value
-    where they have one. `last` ends the arguments. The task goes in by stdin, or by the file `task_name`.
+    where they have one; `proofs` is what else the help has to show. `last` ends the arguments. The task goes in by
+    stdin, or by the file `task_name`.
     """
 
     version: str
@@ -46,9 +47,9 @@ class Dialect:
     required: tuple[str, ...]
     wished: tuple[str, ...]
     verb: tuple[str, ...] = ()
-    reads_stdin: str = ""
+    proofs: tuple[str, ...] = ()
     task_name: str = ""
-    last: str = ""
+    last: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,13 @@ class AgentProvider:
         stream = Stream(self.dialect.read, leash, self.settings.quiet_seconds)
         variables = process.variables(self.settings.environment) | told(envelope, workspace)
         try:
+            stdin = self._hand_over(prompt(envelope), workspace)
             capabilities = probe(self.dialect, self.settings, workspace, variables)
             argv = arguments(self.dialect, self.settings, capabilities)
             ending = process.run(
                 argv,
                 workspace,
-                stdin=_hand_over(self.dialect, prompt(envelope), workspace),
+                stdin=stdin,
                 variables=variables,
                 timeout_seconds=self.settings.timeout_seconds,
                 grace_seconds=self.settings.grace_seconds,
@@ -104,35 +106,38 @@ class AgentProvider:
             detail=ending.detail() | stream.account.detail() | {"version": capabilities.version},
         )
 
+    def _hand_over(self, task: bytes, workspace: Workspace) -> bytes:
+        """Put the task where the program reads it, and return its stdin."""
+        if not self.dialect.task_name:
+            return task
+        path = workspace.path / self.dialect.task_name
+        path.touch(0o600, exist_ok=False)
+        path.write_bytes(task)
+        if self.settings.run_as:
+            user = account.find(self.settings.run_as)
+            os.chown(path, user.user, user.group, follow_symlinks=False)
+        return b""
+
 
 def arguments(dialect: Dialect, settings: AgentSettings, capabilities: Capabilities) -> list[str]:
     """The argv of a run: each option of ours proved by the help, and those of the settings as they are.
 
     Raises ProviderFault (``capability_refusal``) when the help does not prove a required option.
     """
-    required = [*dialect.required, *(["--model"] if settings.model else [])]
-    proofs = [*required, *([dialect.reads_stdin] if dialect.reads_stdin else [])]
-    if unproved := [option for option in proofs if not capabilities.prove(option)]:
-        raise ProviderFault(
-            f"The program {settings.executable!r} was not started: its help does not show {', '.join(unproved)}.",
-            category="capability_refusal",
-            why="No option is passed on that the program does not say it has.",
-            inspect=" ".join([settings.executable, *dialect.verb, "--help"]),
-            next_command="install a version that has it, or correct [providers] in sovereign.toml",
-        )
+    model = ["--model", settings.model] if settings.model else []
+    if unproved := [o for o in (*dialect.required, *dialect.proofs, *model[:1]) if not capabilities.prove(o)]:
+        raise _refusal(settings, dialect, f"its help does not show {', '.join(unproved)}")
     given = {argument.partition("=")[0] for argument in settings.arguments}
     wished = [option for option in dialect.wished if capabilities.prove(option) and option.split()[0] not in given]
     ours = [word for option in (*dialect.required, *wished) for word in option.split()]
-    model = ["--model", settings.model] if settings.model else []
-    last = [dialect.last] if dialect.last else []
-    return [settings.executable, *dialect.verb, *ours, *model, *settings.arguments, *last]
+    return [settings.executable, *dialect.verb, *ours, *model, *settings.arguments, *dialect.last]
 
 
 def probe(dialect: Dialect, settings: AgentSettings, workspace: Workspace, variables: dict[str, str]) -> Capabilities:
     """What the program says of itself, asked once for each build of it and kept in ``probes.json``.
 
-    It is asked in the folder of the run that is to follow. No version, or none that can be read, is no fault; a
-    help that does not come proves nothing. Raises ProviderFault when the program cannot be started at all.
+    It is asked in the folder of the run that is to follow. No version, or none that can be read, is no fault. Raises
+    ProviderFault: ``capability_refusal`` when no help comes, and as `process.run` does.
     """
     program, folder = settings.executable, workspace.path.parents[1]
     key = _build(program, workspace.path, variables["PATH"])
@@ -140,8 +145,10 @@ def probe(dialect: Dialect, settings: AgentSettings, workspace: Workspace, varia
     if key in cache:
         return cache[key]
     helped, shown = _ask([program, *dialect.verb, "--help"], "help", settings, workspace, variables)
-    if helped.ended_by != "itself" or helped.exit_code != 0:
-        return Capabilities("", ())
+    if wrong := process.seen(helped):
+        raise _refusal(
+            settings, dialect, " ".join(["it did not show its help.", *wrong.values(), shown.strip()[-500:]])
+        )
     asked, banner = _ask([program, "--version"], "version", settings, workspace, variables)
     version = re.search(dialect.version, banner, re.MULTILINE)
     entries = re.split(r"\n(?=\s*--?\w)", shown)
@@ -150,6 +157,16 @@ def probe(dialect: Dialect, settings: AgentSettings, workspace: Workspace, varia
     if asked.ended_by == "itself" and key:
         _keep(folder, {**dict(list(cache.items())[1 - CACHE_LIMIT :]), key: capabilities})
     return capabilities
+
+
+def _refusal(settings: AgentSettings, dialect: Dialect, reason: str) -> ProviderFault:
+    return ProviderFault(
+        f"The program {settings.executable!r} was not started: {reason}.",
+        category="capability_refusal",
+        why="No option is passed on that the program does not say it has.",
+        inspect=" ".join([settings.executable, *dialect.verb, "--help"]),
+        next_command="install a version that has it, or correct [providers] in sovereign.toml",
+    )
 
 
 class _Answer:
@@ -211,13 +228,3 @@ def _keep(folder: Path, cache: dict[str, Capabilities]) -> None:
             replace_file(place, CACHE_NAME, _CACHE.dump_json(cache))
         finally:
             os.close(place)
-
-
-def _hand_over(dialect: Dialect, task: bytes, workspace: Workspace) -> bytes:
-    """Put the task where the program reads it, and return its stdin."""
-    if not dialect.task_name:
-        return task
-    path = workspace.path / dialect.task_name
-    path.touch(0o600, exist_ok=False)
-    path.write_bytes(task)
-    return b""

@@ -66,7 +66,7 @@ CODEX = Dialect(
     verb=("exec",),
     required=("--json",),
     wished=("--skip-git-repo-check", "--sandbox workspace-write"),
-    reads_stdin="- stdin",
-    last="-",
+    proofs=("- stdin",),
+    last=("-",),
     read=read,
 )

@@ -30,6 +30,6 @@ CURSOR = Dialect(
     required=("-p", "--output-format stream-json"),
     wished=("--force",),
     task_name=".sovereign-task.md",
-    last="Read the file .sovereign-task.md in this folder and do what it says.",
+    last=("Read the file .sovereign-task.md in this folder and do what it says.",),
     read=read,
 )
