@@ -252,6 +252,22 @@ def test_hazard_07_a_failed_result_needs_no_text(kind, subtype):
     assert subtype in stream.account.words()
 
 
+@pytest.mark.parametrize("kind", ["claude", "cursor"])
+@pytest.mark.parametrize("error", [{"error": "boom"}, {"errors": ["boom"]}], ids=["one", "some"])
+def test_hazard_07_a_success_with_an_error_beside_it_is_a_failure(kind, error):
+    told = heard(kind, lines(*GOOD[kind][:-1], GOOD[kind][-1] | error))
+    assert list(told.seen()) == ["provider_error"]
+    assert "boom" in told.account.words()
+    assert seen(kind, lines(*GOOD[kind][:-1], GOOD[kind][-1] | {"error": None, "errors": []})) == []
+
+
+def test_hazard_08_tools_that_were_denied_are_noted():
+    denied = {"permission_denials": [{"tool_name": "Write"}]}
+    told = heard("claude", lines(*GOOD["claude"][:-1], GOOD["claude"][-1] | denied))
+    assert told.seen() == {}
+    assert "Write" in told.account.warnings[0]
+
+
 @each_kind
 @pytest.mark.parametrize("order", [1, -1])
 def test_hazard_07_a_failure_before_or_after_a_success_is_a_failure(kind, order):
@@ -432,6 +448,7 @@ def test_a_run_succeeds_only_by_a_closing_event_with_all_of_its_good_signs(kind:
         isinstance(closing.get("usage"), dict)
         if kind == "codex"
         else (closing["subtype"], closing["is_error"]) == ("success", False)
+        and not closing.get("error")
         and type(closing["is_error"]) is bool
         and isinstance(closing["result"], str)
     )

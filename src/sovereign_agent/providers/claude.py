@@ -20,6 +20,8 @@ def read(event: Event, account: Account) -> bool:
             read_result(event, account)
             account.measure({name: event.get(name) for name in ("num_turns", "total_cost_usd", "duration_ms")})
             account.measure(event.get("usage"))
+            if denied := event.get("permission_denials"):
+                account.warn(f"tools were denied: {denied}")
         case _:
             pass
     return event["type"] in KNOWN

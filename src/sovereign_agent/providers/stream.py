@@ -130,8 +130,9 @@ def read_result(event: Event, account: Account) -> None:
     account.terminal = True
     account.text = text if isinstance(text, str) else ""
     account.session = account.session or storable(event.get("session_id") or "")
-    if is_error not in (None, False) or (isinstance(subtype, str) and subtype != "success"):
-        said = event.get("error") or event.get("errors") or account.text or "no reason given"
+    error = event.get("error") or event.get("errors")
+    if error or is_error not in (None, False) or (isinstance(subtype, str) and subtype != "success"):
+        said = error or account.text or "no reason given"
         account.fail(said if subtype == "success" else f"{subtype}: {said}")
     elif subtype != "success" or is_error is not False or not isinstance(text, str):
         account.broken = "Its result event lacks a subtype, is_error or result."
