@@ -142,7 +142,7 @@ def gone(pid: int) -> bool:
 
 
 @each_kind
-def test_a_good_run_completes_with_its_report_and_its_account(kind, played):
+def test_a_good_run_completes_with_its_report_and_its_testimony(kind, played):
     proposal = played(kind, *WORK, out(good(kind)))
     assert verdict(proposal) == COMPLETED
     assert proposal.summary == "The shelves are full."

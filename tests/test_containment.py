@@ -302,7 +302,7 @@ def test_a_run_s_lock_is_held_from_its_start_to_its_end(run: Workspace) -> None:
 
 
 def test_no_program_is_started_in_a_folder_where_another_guardian_is_at_work(run: Workspace) -> None:
-    with run.path.with_name(f"{run.id}.lock").open("w") as lock:
+    with run.path.with_name(f"{run.id}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ProviderFault, match="still at work") as fault:
             start(run, "touch", "started")

@@ -1,4 +1,4 @@
-"""Streams: bytes in, an account out. Nothing that is no event counts, and one bad sign outweighs all good ones."""
+"""Streams: bytes in, an testimony out. Nothing that is no event counts, and one bad sign outweighs all good ones."""
 
 from __future__ import annotations
 
@@ -54,26 +54,26 @@ def test_a_good_stream_has_nothing_against_it_however_it_is_cut_into_chunks(kind
     stream = heard(kind, good(kind), chunk=chunk)
     assert stream.seen() == {}
     assert stream.state == "finished"
-    assert stream.account.events == len(GOOD[kind])
-    assert (stream.account.text, stream.account.errors) == ("all done", [])
-    assert stream.account.session == {"claude": "s-1", "codex": "t-1", "cursor": "c-1"}[kind]
-    assert (stream.account.noise, stream.account.unknown) == (0, {})
+    assert stream.testimony.events == len(GOOD[kind])
+    assert (stream.testimony.text, stream.testimony.errors) == ("all done", [])
+    assert stream.testimony.session == {"claude": "s-1", "codex": "t-1", "cursor": "c-1"}[kind]
+    assert (stream.testimony.noise, stream.testimony.unknown) == (0, {})
 
 
 def test_the_figures_are_kept():
-    assert heard("claude", good("claude")).account.figures == {
+    assert heard("claude", good("claude")).testimony.figures == {
         "num_turns": 1,
         "total_cost_usd": 0.01,
         "duration_ms": 10,
         "input_tokens": 3,
         "output_tokens": 4,
     }
-    assert heard("codex", good("codex")).account.figures == {
+    assert heard("codex", good("codex")).testimony.figures == {
         "input_tokens": 3,
         "cached_input_tokens": 0,
         "output_tokens": 4,
     }
-    assert heard("cursor", good("cursor")).account.figures == {"duration_ms": 9}
+    assert heard("cursor", good("cursor")).testimony.figures == {"duration_ms": 9}
 
 
 # lines
@@ -84,7 +84,7 @@ def test_hazard_01_a_stream_that_ends_in_the_middle_of_an_event_is_malformed(kin
     whole = good(kind)
     for cut in (whole[:-5], whole[:-2], lines(*GOOD[kind][:-1]) + b'{"ty', whole + b'{"type":"assistant","mess'):
         assert "malformed_stream" in seen(kind, cut)
-    assert heard(kind, whole[:-5]).account.text != "all done" or kind == "codex"  # nothing is repaired
+    assert heard(kind, whole[:-5]).testimony.text != "all done" or kind == "codex"  # nothing is repaired
 
 
 @each_kind
@@ -127,9 +127,9 @@ def test_hazard_02_noise_is_counted_and_changes_nothing(kind):
     noisy = b"\xef\xbb\xbf" + b"\r\n".join(itertools.chain(*zip(clean, NOISE, strict=False), NOISE[len(clean) :]))
     stream = heard(kind, noisy + b"\r\n")
     assert stream.seen() == {}
-    assert stream.account.events == len(clean)
-    assert stream.account.noise == len(NOISE)
-    assert stream.account.samples[1] == "npm warn old lockfile\r"
+    assert stream.testimony.events == len(clean)
+    assert stream.testimony.noise == len(NOISE)
+    assert stream.testimony.samples[1] == "npm warn old lockfile\r"
 
 
 @each_kind
@@ -139,15 +139,15 @@ def test_hazard_02_noise_alone_never_becomes_a_result(kind):
 
 def test_hazard_02_a_second_byte_order_mark_and_another_encoding_are_noise():
     marked = b"\xef\xbb\xbf\xef\xbb\xbf" + good("claude")
-    assert heard("claude", marked).account.noise == 1
+    assert heard("claude", marked).testimony.noise == 1
     assert seen("claude", good("claude").decode().encode("utf-16")) == ["missing_session", "missing_terminal"]
 
 
 def test_hazard_02_what_is_kept_of_noise_is_bounded():
     stream = heard("claude", b"x" * 200_000 + b"\n" + b"noise\n" * 100_000)
-    assert stream.account.noise == 100_001
-    assert len(stream.account.samples) == KEPT
-    assert len(json.dumps(stream.account.detail())) < 10_000
+    assert stream.testimony.noise == 100_001
+    assert len(stream.testimony.samples) == KEPT
+    assert len(json.dumps(stream.testimony.detail())) < 10_000
 
 
 @each_kind
@@ -155,7 +155,7 @@ def test_hazard_02_what_is_kept_of_noise_is_bounded():
 def test_hazard_03_a_line_longer_than_a_pipe_is_one_event(kind, size):
     first, *rest = GOOD[kind]
     stream = heard(kind, lines(first) + padded(kind, size) + lines(*rest))
-    assert (stream.seen(), stream.account.events) == ({}, len(rest) + 2)
+    assert (stream.seen(), stream.testimony.events) == ({}, len(rest) + 2)
 
 
 @each_kind
@@ -199,7 +199,7 @@ def test_hazard_04_a_line_break_of_unicode_cuts_nothing(kind):
     event = lines(GOOD[kind][1] | {"text": text})
     assert "\u2028".encode() in event
     stream = heard(kind, lines(GOOD[kind][0]) + event + lines(*GOOD[kind][2:]))
-    assert (stream.seen(), stream.account.events, stream.account.noise) == ({}, len(GOOD[kind]), 0)
+    assert (stream.seen(), stream.testimony.events, stream.testimony.noise) == ({}, len(GOOD[kind]), 0)
 
 
 @each_kind
@@ -226,7 +226,7 @@ def test_hazard_35_a_figure_that_is_no_finite_number_is_left_out():
         closing = lines(result).replace(b"0.01", odd.encode())
         stream = heard("claude", lines(GOOD["claude"][0]) + closing)
         assert stream.seen() == {}
-        assert "total_cost_usd" not in stream.account.figures
+        assert "total_cost_usd" not in stream.testimony.figures
     refused = lines(GOOD["claude"][0], result | {"total_cost_usd": float("nan")})
     assert seen("claude", refused) == ["malformed_stream", "missing_terminal"]
 
@@ -249,7 +249,7 @@ def test_hazard_07_a_failed_result_needs_no_text(kind, subtype):
     closing = {"type": "result", "subtype": subtype, "is_error": False, "num_turns": 3, "session_id": "s-1"}
     stream = heard(kind, lines(*GOOD[kind][:-1], closing))
     assert list(stream.seen()) == ["provider_error"]
-    assert subtype in stream.account.words()
+    assert subtype in stream.testimony.words()
 
 
 @pytest.mark.parametrize("kind", ["claude", "cursor"])
@@ -257,7 +257,7 @@ def test_hazard_07_a_failed_result_needs_no_text(kind, subtype):
 def test_hazard_07_a_success_with_an_error_beside_it_is_a_failure(kind, error):
     told = heard(kind, lines(*GOOD[kind][:-1], GOOD[kind][-1] | error))
     assert list(told.seen()) == ["provider_error"]
-    assert "boom" in told.account.words()
+    assert "boom" in told.testimony.words()
     assert seen(kind, lines(*GOOD[kind][:-1], GOOD[kind][-1] | {"error": None, "errors": []})) == []
 
 
@@ -265,7 +265,7 @@ def test_hazard_08_tools_that_were_denied_are_noted():
     denied = {"permission_denials": [{"tool_name": "Write"}]}
     told = heard("claude", lines(*GOOD["claude"][:-1], GOOD["claude"][-1] | denied))
     assert told.seen() == {}
-    assert "Write" in told.account.warnings[0]
+    assert "Write" in told.testimony.warnings[0]
 
 
 @each_kind
@@ -274,7 +274,7 @@ def test_hazard_07_a_failure_before_or_after_a_success_is_a_failure(kind, order)
     closings = [failed(kind), GOOD[kind][-1]][::order]
     stream = heard(kind, lines(*GOOD[kind][:-1], *closings))
     assert list(stream.seen()) == ["provider_error"]
-    assert stream.account.words() == "usage limit reached"
+    assert stream.testimony.words() == "usage limit reached"
 
 
 @each_kind
@@ -286,11 +286,11 @@ def test_hazard_07_a_closing_event_that_says_a_thing_twice_is_malformed(kind):
 def test_hazard_07_an_error_of_the_stream_is_a_failure_and_an_error_of_an_item_is_none():
     item = {"type": "item.completed", "item": {"id": "item_9", "type": "error", "message": "a tool is missing"}}
     stream = heard("codex", lines(*GOOD["codex"][:-1], item, GOOD["codex"][-1]))
-    assert (stream.seen(), stream.account.warnings) == ({}, ["a tool is missing"])
+    assert (stream.seen(), stream.testimony.warnings) == ({}, ["a tool is missing"])
     error = {"type": "error", "message": "stream disconnected"}
     stream = heard("codex", lines(*GOOD["codex"][:-1], error, GOOD["codex"][-1]))
     assert list(stream.seen()) == ["provider_error"]
-    assert stream.account.words() == "stream disconnected"
+    assert stream.testimony.words() == "stream disconnected"
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_hazard_18_unknown_events_are_passed_over_and_counted(kind):
     known = GOOD[kind][1] | {"message": 7, "renamed": []}
     stream = heard(kind, lines(GOOD[kind][0], new, RATE_LIMIT, known, new, *GOOD[kind][1:]))
     assert stream.seen() == {}
-    assert stream.account.detail()["unknown_events"] == {"brand_new": 2, "rate_limit_event": 1}
+    assert stream.testimony.detail()["unknown_events"] == {"brand_new": 2, "rate_limit_event": 1}
 
 
 @each_kind
@@ -342,8 +342,8 @@ def test_hazard_18_an_unknown_event_that_looks_like_an_end_ends_nothing(kind, ki
 
 def test_hazard_18_what_is_kept_of_unknown_events_is_bounded():
     stream = heard("claude", lines(*({"type": f"{n}" + "x" * 1000} for n in range(5000))))
-    assert len(json.dumps(stream.account.detail())) < 10_000
-    assert sum(stream.account.unknown.values()) == 5000
+    assert len(json.dumps(stream.testimony.detail())) < 10_000
+    assert sum(stream.testimony.unknown.values()) == 5000
 
 
 @pytest.mark.parametrize("kind", ["claude", "cursor", "codex"])
@@ -361,10 +361,10 @@ def test_hazard_06_an_empty_stream_and_a_beginning_have_no_end(kind):
 @each_kind
 def test_what_is_kept_of_what_it_said_can_be_kept_by_any_ledger(kind):
     stream = heard(kind, lines(GOOD[kind][0]) + b'{"type":"x\\u0000\\ud800"}\n' + lines(failed(kind, "x" * 10_000)))
-    detail = json.dumps(stream.account.detail(), ensure_ascii=False)
+    detail = json.dumps(stream.testimony.detail(), ensure_ascii=False)
     assert "\\u0000" not in detail
     assert detail.encode()
-    assert len(stream.account.words()) <= WORDS_LIMIT
+    assert len(stream.testimony.words()) <= WORDS_LIMIT
 
 
 # while a tool runs
@@ -436,9 +436,9 @@ def test_whatever_comes_nothing_is_raised_and_the_cutting_changes_nothing(
     kind: str, events: list[Event], tail: bytes, cuts: int
 ) -> None:
     content = b"".join(json.dumps(event).encode() + b"\n" for event in events) + tail
-    account = heard(kind, content).account
-    assert account == heard(kind, content, chunk=cuts).account
-    json.dumps(account.detail(), allow_nan=False)
+    testimony = heard(kind, content).testimony
+    assert testimony == heard(kind, content, chunk=cuts).testimony
+    json.dumps(testimony.detail(), allow_nan=False)
 
 
 @given(kind=st.sampled_from(KINDS), mend=st.dictionaries(st.sampled_from(KEYS), values, max_size=2))

@@ -2,7 +2,9 @@
 
 base       what goes in, what comes back, and the one table that judges it
 process    the only room that starts a program
-stream     the account of a run that its program gives, event by event
+guardian   what stands between a worker and its program, so that none outlives its worker
+account    as whom a program runs
+stream     the testimony of a program about its run, event by event
 agent      agent programs: asked what they can do, started, read; `claude`, `codex` and `cursor` say how
 command    any program
 scripted   fixed steps, in a real process

@@ -102,8 +102,8 @@ class AgentProvider:
             workspace,
             exit_code=ending.verdict_code,
             seen=stream.seen() | process.seen(ending),
-            said=stream.account.words() or ending.stderr.last_words(),
-            detail=ending.detail() | stream.account.detail() | {"version": capabilities.version},
+            said=stream.testimony.words() or ending.stderr.last_words(),
+            detail=ending.detail() | stream.testimony.detail() | {"version": capabilities.version},
         )
 
     def _hand_over(self, task: bytes, workspace: Workspace) -> bytes:

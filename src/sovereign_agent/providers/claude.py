@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 from sovereign_agent.providers.agent import Dialect
-from sovereign_agent.providers.stream import Account, Event, read_result
+from sovereign_agent.providers.stream import Testimony, Event, read_result
 
 KNOWN = {"system", "assistant", "user", "result"}
 
 
-def read(event: Event, account: Account) -> bool:
-    """Enter one event into the account."""
+def read(event: Event, testimony: Testimony) -> bool:
+    """Enter one event into the testimony."""
     match event:
         case {"type": "system", "subtype": "init", "session_id": str(session)}:
-            account.session = session
+            testimony.session = session
         case {"type": "assistant" | "user", "message": {"content": [*parts]}}:
             for part in parts:
-                _read_part(part, account)
+                _read_part(part, testimony)
         case {"type": "result"}:
-            read_result(event, account)
-            account.measure({name: event.get(name) for name in ("num_turns", "total_cost_usd", "duration_ms")})
-            account.measure(event.get("usage"))
+            read_result(event, testimony)
+            testimony.measure({name: event.get(name) for name in ("num_turns", "total_cost_usd", "duration_ms")})
+            testimony.measure(event.get("usage"))
             if denied := event.get("permission_denials"):
-                account.warn(f"tools were denied: {denied}")
+                testimony.warn(f"tools were denied: {denied}")
         case _:
             pass
     return event["type"] in KNOWN
 
 
-def _read_part(part: object, account: Account) -> None:
+def _read_part(part: object, testimony: Testimony) -> None:
     match part:
         case {"type": "tool_use", "id": str(call), "name": str(tool)}:
-            account.start(call, tool)
+            testimony.start(call, tool)
         case {"type": "tool_result", "tool_use_id": str(call)}:
-            account.running.pop(call, None)
+            testimony.running.pop(call, None)
         case _:
             pass
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from sovereign_agent.providers.agent import Dialect
-from sovereign_agent.providers.stream import Account, Event, read_result
+from sovereign_agent.providers.stream import Testimony, Event, read_result
 
 KNOWN = {"system", "user", "assistant", "thinking", "tool_call", "result"}
 
 
-def read(event: Event, account: Account) -> bool:
-    """Enter one event into the account."""
+def read(event: Event, testimony: Testimony) -> bool:
+    """Enter one event into the testimony."""
     match event:
         case {"type": "system", "subtype": "init", "session_id": str(session)}:
-            account.session = session
+            testimony.session = session
         case {"type": "tool_call", "subtype": "started", "call_id": str(call), "tool_call": {} as tool}:
-            account.start(call, next((name.removesuffix("ToolCall") for name in tool), ""))
+            testimony.start(call, next((name.removesuffix("ToolCall") for name in tool), ""))
         case {"type": "tool_call", "subtype": "completed", "call_id": str(call)}:
-            account.running.pop(call, None)
+            testimony.running.pop(call, None)
         case {"type": "result"}:
-            read_result(event, account)
-            account.measure({"duration_ms": event.get("duration_ms")})
+            read_result(event, testimony)
+            testimony.measure({"duration_ms": event.get("duration_ms")})
         case _:
             pass
     return event["type"] in KNOWN

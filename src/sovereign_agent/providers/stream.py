@@ -2,7 +2,7 @@
 
 Lines come from bytes and end at a newline byte alone, so no character inside a text can cut one. What is no event is
 noise: it is counted, and nothing follows from it. An event that is cut short or contradicts itself breaks the
-stream; it is never repaired. This room believes no success: it keeps an account of what was said, in which one bad
+stream; it is never repaired. This room believes no success: it keeps an testimony of what was said, in which one bad
 sign outweighs all good ones, and `base.judge` decides.
 """
 
@@ -36,7 +36,7 @@ def storable(value: object) -> str:
 
 
 @dataclass(slots=True)
-class Account:
+class Testimony:
     """All that one stream said of its run.
 
     `text` is the program's closing words, `errors` is every failure that it told of, `warnings` what it got over.
@@ -120,32 +120,32 @@ class Account:
             self.samples.append(storable(line[:100].decode("utf-8", "replace")))
 
 
-Read = Callable[[Event, Account], bool]
-"""Enters one event into the account; False for a type that it does not know."""
+Read = Callable[[Event, Testimony], bool]
+"""Enters one event into the testimony; False for a type that it does not know."""
 
 
-def read_result(event: Event, account: Account) -> None:
+def read_result(event: Event, testimony: Testimony) -> None:
     """The closing event as Claude Code and Cursor have it. Any bad sign in it is a failure, whatever else it says."""
     subtype, is_error, text = event.get("subtype"), event.get("is_error"), event.get("result")
-    account.terminal = True
-    account.text = text if isinstance(text, str) else ""
-    account.session = account.session or storable(event.get("session_id") or "")
+    testimony.terminal = True
+    testimony.text = text if isinstance(text, str) else ""
+    testimony.session = testimony.session or storable(event.get("session_id") or "")
     error = event.get("error") or event.get("errors")
     if error or is_error not in (None, False) or (isinstance(subtype, str) and subtype != "success"):
-        said = error or account.text or "no reason given"
-        account.fail(said if subtype == "success" else f"{subtype}: {said}")
+        said = error or testimony.text or "no reason given"
+        testimony.fail(said if subtype == "success" else f"{subtype}: {said}")
     elif subtype != "success" or is_error is not False or not isinstance(text, str):
-        account.broken = "Its result event lacks a subtype, is_error or result."
+        testimony.broken = "Its result event lacks a subtype, is_error or result."
 
 
 class Stream:
-    """Keeps the account of one run from the chunks of its stdout: the `Reader` that `process.run` feeds.
+    """Keeps the testimony of one run from the chunks of its stdout: the `Reader` that `process.run` feeds.
 
     What the program is about is noted on `leash`, with the `quiet_seconds` that it may take for it.
     """
 
     def __init__(self, read: Read, leash: Leash, quiet_seconds: float) -> None:
-        self.account = Account()
+        self.testimony = Testimony()
         self.state: Literal["reading", "finished", "line_too_long"] = "reading"
         self._read = read
         self._leash = leash
@@ -167,7 +167,7 @@ class Stream:
             self.state = "line_too_long"
         if self.state == "line_too_long":
             self._pending.clear()
-        self._leash.step = self.account.step()
+        self._leash.step = self.testimony.step()
         self._leash.tolerance_seconds = self._quiet_seconds if self._leash.step else 0.0
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class Stream:
     def seen(self) -> dict[str, str]:
         """The failure categories in the stream, each in a sentence."""
         too_long = {"line_too_long": f"A line of its stream was longer than {LINE_LIMIT_BYTES} bytes."}
-        return self.account.seen() | (too_long if self.state == "line_too_long" else {})
+        return self.testimony.seen() | (too_long if self.state == "line_too_long" else {})
 
     def _take_line(self, line: bytes, *, begun: re.Pattern[bytes] = _EVENT_BEGUN) -> None:
         if self.state == "line_too_long" or len(line) > LINE_LIMIT_BYTES:
@@ -192,23 +192,23 @@ class Stream:
             event = _object(_decode(line.decode()))
         except (ValueError, RecursionError):
             if begun.match(line):
-                self.account.broken = self.account.broken or "An event of its stream is not whole, or is not JSON."
+                self.testimony.broken = self.testimony.broken or "An event of its stream is not whole, or is not JSON."
         if isinstance(event.get("type"), str):
             self._take_event(event, line)
         else:
-            self.account.hear_noise(line)
+            self.testimony.hear_noise(line)
 
     def _take_event(self, event: Event, line: bytes) -> None:
-        account = self.account
-        account.events += 1
+        testimony = self.testimony
+        testimony.events += 1
         try:
-            if not self._read(event, account):
-                account.count(event["type"])
-            if account.terminal:
+            if not self._read(event, testimony):
+                testimony.count(event["type"])
+            if testimony.terminal:
                 self.state = "finished"
                 json.loads(line, object_pairs_hook=without_duplicates)
         except (ValueError, RecursionError):
-            account.broken = "An event of its stream contradicts itself, or is nested without end."
+            testimony.broken = "An event of its stream contradicts itself, or is nested without end."
 
 
 def _object(value: Any) -> Event:
