@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sovereign_agent.providers.agent import Dialect
-from sovereign_agent.providers.stream import Testimony, Event, read_result
+from sovereign_agent.providers.stream import Event, Testimony, read_result
 
 KNOWN = {"system", "assistant", "user", "result"}
 

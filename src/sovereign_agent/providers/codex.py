@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sovereign_agent.providers.agent import Dialect
-from sovereign_agent.providers.stream import Testimony, Event
+from sovereign_agent.providers.stream import Event, Testimony
 
 KNOWN = {
     "thread.started",

@@ -2,7 +2,7 @@
 
 Lines come from bytes and end at a newline byte alone, so no character inside a text can cut one. What is no event is
 noise: it is counted, and nothing follows from it. An event that is cut short or contradicts itself breaks the
-stream; it is never repaired. This room believes no success: it keeps an testimony of what was said, in which one bad
+stream; it is never repaired. This room believes no success: it keeps a testimony, in which one bad
 sign outweighs all good ones, and `base.judge` decides.
 """
 
