@@ -247,6 +247,22 @@ def test_a_stopped_program_is_woken_to_hear_that_it_has_to_end(run: Workspace) -
     assert (ending.ended_by, ending.exit_code) == ("timeout", 7)
 
 
+class Lines:
+    """A reader for these tests: a word is the result, and a line has at most 1,000 bytes."""
+
+    def __init__(self, result: str = "done") -> None:
+        self.state: Any = "reading"
+        self._result = result.encode()
+        self._line = b""
+
+    def take(self, chunk: bytes) -> None:
+        self._line = (self._line + chunk).rpartition(b"\n")[2]
+        if self._result in chunk:
+            self.state = "finished"
+        elif len(self._line) > 1000:
+            self.state = "line_too_long"
+
+
 BOMB = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -273,6 +289,29 @@ def test_hazard_12_a_small_fork_bomb_is_brought_down(run: Workspace) -> None:
     assert (ending.ended_by, ending.survivors) == ("timeout", ())
     assert ending.duration_seconds < 2 + 0.3 + guardian.KILL_SECONDS
     assert not [each for each in psutil.process_iter(["cmdline"]) if BOMB in (each.info["cmdline"] or [])]
+
+
+SWARM = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _ in range(int(sys.argv[1])):
+    if not os.fork():
+        os.setsid()
+        time.sleep(120)
+print("swarming", flush=True)
+time.sleep(120)
+"""
+
+
+@linux
+def test_hazard_12_more_descendants_than_the_guardian_can_hold_are_brought_down(
+    run: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "AFTER_RESULT_SECONDS", 0.0)
+    count = guardian.HANDLES + 50
+    ending = start(run, sys.executable, "-c", SWARM, str(count), reader=Lines("swarming"), grace_seconds=0.1)
+    assert (ending.ended_by, ending.survivors) == ("after_result", ())
+    assert not [each for each in psutil.process_iter(["cmdline"]) if SWARM in (each.info["cmdline"] or [])]
 
 
 @linux
@@ -318,7 +357,7 @@ def test_the_end_of_a_program_whose_guardian_was_killed_is_never_taken_for_a_goo
         ending = ended.result(20)
     eventually(lambda: dead(program), within=5)
     assert (ending.exit_code, ending.signal, ending.ended_by) == (None, None, "itself")
-    assert "unknown" in process.seen(ending)["killed"]
+    assert "unknown" in process.seen(ending).get("killed", "")
     assert "unknown" in ending.detail()["survivors"][0]
 
 
@@ -359,6 +398,7 @@ def _start_without_the_right_to_kill(pipe: Any, root: str) -> None:
 def test_hazard_12_survivors_are_named_and_the_guardian_stays_for_them(open_root: Path) -> None:
     with child(_start_without_the_right_to_kill, str(open_root)) as (worker, said):
         outcome, summary, survivors = heard(said)
+        assert len(survivors) == 1
         survivor = psutil.Process(int(survivors[0].split()[0]))
         try:
             assert outcome == ("failed", "timeout")
@@ -373,21 +413,6 @@ def test_hazard_12_survivors_are_named_and_the_guardian_stays_for_them(open_root
 
 
 # what a reader and silence say
-
-
-class Lines:
-    """A reader for these tests: `done` is the result, and a line has at most 1,000 bytes."""
-
-    def __init__(self) -> None:
-        self.state: Any = "reading"
-        self._line = b""
-
-    def take(self, chunk: bytes) -> None:
-        self._line = (self._line + chunk).rpartition(b"\n")[2]
-        if b"done\n" in chunk:
-            self.state = "finished"
-        elif len(self._line) > 1000:
-            self.state = "line_too_long"
 
 
 @pytest.mark.parametrize("last", ["sleep 60", "trap 'exit 3' TERM; sleep 60"], ids=["killed", "gives up"])
@@ -546,6 +571,19 @@ def test_a_program_under_another_user_gets_that_group(open_root: Path) -> None:
     run = allocate(open_root, "run-1")
     as_user("nobody:daemon", run, "id -gn")
     assert (run.raw / "stdout.log").read_text() == "daemon\n"
+
+
+def _with_a_group_of_its_own(_: int, root: str) -> str:
+    run = allocate(root, "run-1")
+    os.setgroups([12345])
+    as_user("nobody", run, "id -G")
+    return (run.raw / "stdout.log").read_text()
+
+
+@root
+def test_a_program_under_another_user_keeps_no_group_of_its_worker(open_root: Path) -> None:
+    (groups,) = at_one_barrier(1, _with_a_group_of_its_own, str(open_root))
+    assert groups.split() == [str(pwd.getpwnam("nobody").pw_gid)]
 
 
 @root

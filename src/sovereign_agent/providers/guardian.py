@@ -27,7 +27,7 @@ import select
 import signal
 import sys
 import time
-import warnings  # noqa: F401 - execvpe wants it, and the program's user may not be able to read it
+import warnings  # pyright: ignore[reportUnusedImport]  # noqa: F401 - by execvpe, whose user may not read it
 
 LINUX = sys.platform == "linux"
 LOOK_SECONDS = 1.0
@@ -37,6 +37,9 @@ KILL_SECONDS = 5.0
 """How long it tries to kill before it names the survivors."""
 HUNT_SECONDS = 5.0
 """How long it rests between its attempts on survivors."""
+
+HANDLES = 200
+"""How many pidfds it holds at once; a swarm needs several sweeps."""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -86,9 +89,9 @@ def stat(pid: int) -> tuple[str, str, int]:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - pathlib is slow
             head, _, rest = file.read().rpartition(")")
-    except OSError:
+        state, parent, *_ = rest.split()
+    except (OSError, ValueError):
         return "", "Z", 0
-    state, parent, *_ = rest.split()
     return head.partition("(")[2], state, int(parent)
 
 
@@ -118,7 +121,7 @@ def signal_all(*numbers: int) -> None:
     with contextlib.ExitStack() as held:
         handles: dict[int, int] = {}
         for pid, (_, _, parent) in descendants().items():
-            if parent != os.getpid():
+            if parent != os.getpid() and len(handles) < HANDLES:
                 with contextlib.suppress(OSError, AttributeError):  # not every Python was built with pidfd_open
                     handles[pid] = os.pidfd_open(pid)
                     held.callback(os.close, handles[pid])
@@ -213,8 +216,8 @@ def end(program: Program, grace_seconds: float) -> list[str]:
     until = now() + grace_seconds
     if alive():
         signal_all(signal.SIGTERM, signal.SIGCONT)  # who is stopped cannot hear
-    while alive() and now() < until:
-        time.sleep(SWEEP_SECONDS)
+        while alive() and now() < until:
+            time.sleep(SWEEP_SECONDS)
     with contextlib.suppress(OSError):
         os.killpg(program.pid, signal.SIGKILL)  # at one blow, so that none forks away; its leader is not buried yet
     until = now() + KILL_SECONDS
