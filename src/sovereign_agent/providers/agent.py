@@ -126,7 +126,7 @@ def arguments(dialect: Dialect, settings: AgentSettings, capabilities: Capabilit
     """
     model = ["--model", settings.model] if settings.model else []
     if unproved := [o for o in (*dialect.required, *dialect.proofs, *model[:1]) if not capabilities.prove(o)]:
-        raise _refusal(settings, dialect, f"its help does not show {', '.join(unproved)}")
+        raise _refusal(settings, dialect, f"its help does not show {', '.join(unproved)}.")
     given = {argument.partition("=")[0] for argument in settings.arguments}
     wished = [option for option in dialect.wished if capabilities.prove(option) and option.split()[0] not in given]
     ours = [word for option in (*dialect.required, *wished) for word in option.split()]
@@ -146,9 +146,8 @@ def probe(dialect: Dialect, settings: AgentSettings, workspace: Workspace, varia
         return cache[key]
     helped, shown = _ask([program, *dialect.verb, "--help"], "help", settings, workspace, variables)
     if wrong := process.seen(helped):
-        raise _refusal(
-            settings, dialect, " ".join(["it did not show its help.", *wrong.values(), shown.strip()[-500:]])
-        )
+        reasons = ["it did not show its help.", *wrong.values(), shown.strip()[-500:]]
+        raise _refusal(settings, dialect, " ".join(reasons).strip())
     asked, banner = _ask([program, "--version"], "version", settings, workspace, variables)
     version = re.search(dialect.version, banner, re.MULTILINE)
     entries = re.split(r"\n(?=\s*--?\w)", shown)
@@ -161,7 +160,7 @@ def probe(dialect: Dialect, settings: AgentSettings, workspace: Workspace, varia
 
 def _refusal(settings: AgentSettings, dialect: Dialect, reason: str) -> ProviderFault:
     return ProviderFault(
-        f"The program {settings.executable!r} was not started: {reason}.",
+        f"The program {settings.executable!r} was not started: {reason}",
         category="capability_refusal",
         why="No option is passed on that the program does not say it has.",
         inspect=" ".join([settings.executable, *dialect.verb, "--help"]),
