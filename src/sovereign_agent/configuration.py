@@ -177,8 +177,8 @@ class CommandSettings(_ProgramSettings):
 class AgentSettings(_ProgramSettings):
     """A provider that is an agent program with a stream of events: Claude Code, Codex or Cursor.
 
-    `program` is its name or path, by default the usual one. `model` is passed on where the program takes one.
-    `arguments` are added as they are. Silent for `idle_seconds`, it is ended.
+    `program` is its name or path, by default the usual one. `model` is passed on as it is, and so are `arguments`,
+    among which an option takes the place of the same one of ours. After `idle_seconds` without output it is ended.
     """
 
     kind: Literal["claude", "codex", "cursor"]
@@ -188,7 +188,13 @@ class AgentSettings(_ProgramSettings):
     timeout_seconds: Seconds = 3600.0
     idle_seconds: Seconds = 900.0
 
+    @property
+    def executable(self) -> str:
+        """The name or path of the program."""
+        return self.program or ("cursor-agent" if self.kind == "cursor" else self.kind)
 
+
+KINDS = "claude, codex, cursor, command, scripted"
 ProviderSettings = ScriptedSettings | CommandSettings | AgentSettings
 ProviderName = Annotated[Identifier, AfterValidator(_only_real_providers)]
 
@@ -359,8 +365,8 @@ def _in_words(kind: str, message: str) -> tuple[str, str]:
         "extra_forbidden": ("no such key is known here", "remove it, or correct its spelling"),
         "missing": ("it is required, and absent", "add it"),
         "string_pattern_mismatch": ("it has not the form of such a name", "see the default file for its form"),
-        "union_tag_invalid": ("no such kind of provider is known", 'kind = "scripted" or kind = "command"'),
-        "union_tag_not_found": ("it has no kind", 'kind = "scripted" or kind = "command"'),
+        "union_tag_invalid": ("no such kind of provider is known", f"use one of: {KINDS}"),
+        "union_tag_not_found": ("it has no kind", f"add kind = ..., one of: {KINDS}"),
     }
     return words.get(kind, (message.removeprefix("Value error, "), "correct the value"))
 

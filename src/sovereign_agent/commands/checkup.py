@@ -18,7 +18,7 @@ import psutil
 from sovereign_agent import configuration, fencing, relay
 from sovereign_agent.clock import LAST_MICROS, moment
 from sovereign_agent.commands.printing import plain
-from sovereign_agent.configuration import CommandSettings, Settings
+from sovereign_agent.configuration import AgentSettings, CommandSettings, ProviderSettings, ScriptedSettings, Settings
 from sovereign_agent.database import driver_versions
 from sovereign_agent.errors import ConfigurationFault, SovereignError
 from sovereign_agent.organization import Organization
@@ -80,7 +80,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 def _providers(root: Path, settings: Settings) -> Iterator[Finding]:
     """Whether the program of each provider is there, as a run would look for it: from the folder of a run."""
     for name, provider in settings.providers.items():
-        program = provider.argv[0] if isinstance(provider, CommandSettings) else sys.executable
+        program = _program(provider)
         place = os.path.normpath(root.resolve() / RUN_FOLDER / program) if "/" in program else program
         found = shutil.which(place)
         if found:
@@ -88,6 +88,16 @@ def _providers(root: Path, settings: Settings) -> Iterator[Finding]:
         else:
             mend = f"install it, or correct [providers.{name}] in sovereign.toml"
             yield Finding("provider", Verdict.WARN, f"{name}: no program {program} can be run", mend)
+
+
+def _program(provider: ProviderSettings) -> str:
+    match provider:
+        case CommandSettings():
+            return provider.argv[0]
+        case AgentSettings():
+            return provider.executable
+        case ScriptedSettings():
+            return sys.executable
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ base       what goes in, what comes back, and the one table that judges it
 process    the only room that starts a program
 guardian   what stands between a worker and its program, so that none outlives its worker
 account    as whom a program runs
+stream     the testimony of a program about its run, event by event
+agent      agent programs: asked what they can do, started, read; `claude`, `codex` and `cursor` say how
 command    any program
 scripted   fixed steps, in a real process
 """
@@ -11,9 +13,15 @@ scripted   fixed steps, in a real process
 from __future__ import annotations
 
 from sovereign_agent.configuration import AgentSettings, CommandSettings, ProviderSettings, ScriptedSettings
+from sovereign_agent.providers.agent import AgentProvider
 from sovereign_agent.providers.base import Provider
+from sovereign_agent.providers.claude import CLAUDE
+from sovereign_agent.providers.codex import CODEX
 from sovereign_agent.providers.command import CommandProvider
+from sovereign_agent.providers.cursor import CURSOR
 from sovereign_agent.providers.scripted import ScriptedProvider
+
+DIALECTS = {"claude": CLAUDE, "codex": CODEX, "cursor": CURSOR}
 
 
 def build(settings: ProviderSettings) -> Provider:
@@ -24,4 +32,4 @@ def build(settings: ProviderSettings) -> Provider:
         case ScriptedSettings():
             return ScriptedProvider(settings)
         case AgentSettings():
-            raise NotImplementedError(settings.kind)
+            return AgentProvider(settings, DIALECTS[settings.kind])

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from sovereign_agent.errors import PolicyRefusal
+from sovereign_agent.errors import PolicyRefusal, ProviderFault
 from sovereign_agent.providers.process import Leash
 from sovereign_agent.records import ReceiptStatus
 from sovereign_agent.workspace import (
@@ -31,6 +31,27 @@ from sovereign_agent.workspace import (
 REPORT_NAME = f"{OUT_NAME}/report.json"
 REPORT_LIMIT_BYTES = 2**20
 SUMMARY_LIMIT = 4000
+
+PROMPT_LIMIT_BYTES = 4 * 2**20
+
+PROMPT = f"""\
+You work for an organization. The JSON object at the end is your task: `sow.scope` is what has to be done now,
+`outcome` is what it is for, and `rulings` are decisions that bind you, the oldest first.
+
+Work in the current folder. Put each file that you hand over below {OUT_NAME}. When you are done, and as the last
+thing you do, write {REPORT_NAME}: one JSON object with these keys and no others.
+
+  status        "completed", "blocked" or "failed"
+  summary       what you did, in 1 to {SUMMARY_LIMIT} characters
+  deliverables  the names of the files that you hand over, relative to {OUT_NAME}; [] if there are none
+  question      what has to be decided before you can go on; only when you are blocked, and then always
+  proposal      only where `sow.required_effect_kind` is not null: a JSON object that proposes that effect
+
+Without that file nothing that you did counts. Nobody answers you while you work: if you cannot go on without a
+decision, report that you are blocked, and ask.
+
+"""
+"""What an agent is told; its task follows as JSON."""
 
 PRECEDENCE = (
     # the run was taken from its program: what the program did afterwards says nothing
@@ -110,6 +131,32 @@ class Envelope(_Message):
         return json.dumps(self.model_dump()).encode("ascii")
 
 
+def told(envelope: Envelope, workspace: Workspace) -> dict[str, str]:
+    """The variables that every program finds, besides those that it inherits."""
+    return {
+        "SOVEREIGN_ASSIGNMENT": envelope.assignment_id,
+        "SOVEREIGN_ATTEMPT": envelope.attempt_id,
+        "SOVEREIGN_OUT": str(workspace.out),
+    }
+
+
+def prompt(envelope: Envelope) -> bytes:
+    """What an agent is told, in UTF-8 and without NUL: the envelope, and how to hand in.
+
+    Raises ProviderFault (``capability_refusal``) when it is longer than any of them will read.
+    """
+    text = PROMPT + json.dumps(envelope.model_dump(), ensure_ascii=False, indent=1) + "\n"
+    if len(text.encode()) > PROMPT_LIMIT_BYTES:
+        raise ProviderFault(
+            f"The program was not started: its task is longer than {PROMPT_LIMIT_BYTES} bytes.",
+            category="capability_refusal",
+            why="A task is handed over whole or not at all.",
+            inspect=f"sovereign-agent inspect {envelope.assignment_id}",
+            next_command="plan the work again in smaller parts",
+        )
+    return text.encode()
+
+
 class Report(_Message):
     """What a program says of its work. `deliverables` are names inside `.sovereign-out`."""
 
@@ -187,21 +234,24 @@ def conclude(
         workspace: where it ran.
         exit_code: None when it did not come to an exit of its own.
         seen: each failure category observed so far, with a sentence for it.
-        said: its last words, for a failure that no report explains.
+        said: its last words, for a failure.
         detail: the figures of the run; the categories that were seen are added to them.
     """
     reasons = dict(seen)
     report = _report(workspace, reasons)
     deliverables = _deliverables(workspace, report, reasons)
     status, category = judge(reasons, exit_code=exit_code, report=report)
-    account = report.summary if report else said
-    if survivors := ", ".join(detail.get("survivors", ())):
-        account = f"Still there afterwards: {survivors}. {account}"
-    summary = f"{reasons.get(category, '')} {account}".strip() if category else account
+    survivors = ", ".join(detail.get("survivors", ()))
+    words = [
+        reasons.get(category, ""),
+        f"Still there afterwards: {survivors}." if survivors else "",
+        report.summary if report else "",
+        said if category else "",
+    ]
     return Proposal(
         status,
         category,
-        summary[:SUMMARY_LIMIT],
+        " ".join(filter(None, words))[:SUMMARY_LIMIT],
         report,
         deliverables,
         {**detail, "seen": sorted(reasons)},
@@ -215,7 +265,7 @@ def parse_report(content: bytes) -> Report:
     half a character, or nesting without end.
     """
     try:
-        value = json.loads(content.decode().removeprefix("\ufeff"), object_pairs_hook=_without_duplicates)
+        value = json.loads(content.decode().removeprefix("\ufeff"), object_pairs_hook=without_duplicates)
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -232,7 +282,8 @@ def parse_report(content: bytes) -> Report:
         raise ValueError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`: an object, unless it contradicts itself. Raises ValueError."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key stands in it twice, and which of the two is meant nobody knows")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from sovereign_agent.configuration import CommandSettings
 from sovereign_agent.errors import ProviderFault
 from sovereign_agent.providers import process
-from sovereign_agent.providers.base import Envelope, Proposal, conclude
+from sovereign_agent.providers.base import Envelope, Proposal, conclude, told
 from sovereign_agent.providers.process import Leash
 from sovereign_agent.workspace import Workspace
 
@@ -24,17 +24,12 @@ class CommandProvider:
 
     def run(self, envelope: Envelope, workspace: Workspace, leash: Leash, *, stdin: bytes | None = None) -> Proposal:
         """Run to the end and propose; see `Provider.run`. `stdin` is the envelope unless it is given."""
-        told = {
-            "SOVEREIGN_ASSIGNMENT": envelope.assignment_id,
-            "SOVEREIGN_ATTEMPT": envelope.attempt_id,
-            "SOVEREIGN_OUT": str(workspace.out),
-        }
         try:
             ending = process.run(
                 self.settings.argv,
                 workspace,
                 stdin=envelope.as_json() if stdin is None else stdin,
-                variables=process.variables(self.settings.environment) | told,
+                variables=process.variables(self.settings.environment) | told(envelope, workspace),
                 timeout_seconds=self.settings.timeout_seconds,
                 grace_seconds=self.settings.grace_seconds,
                 leash=leash,
