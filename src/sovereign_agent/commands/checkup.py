@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from sovereign_agent import configuration, fencing, relay
+from sovereign_agent import configuration, fencing, liveness, relay
 from sovereign_agent.clock import LAST_MICROS, moment
 from sovereign_agent.commands.printing import plain
 from sovereign_agent.configuration import CommandSettings, Settings
@@ -26,6 +26,9 @@ from sovereign_agent.organization import Organization
 WAL_WARNING_BYTES = 64 * 2**20
 LOOKED_AT = 10_000
 """How many leases, attempts, claims and folders are looked at, each."""
+WORKERS_JUDGED = 200
+"""How many running attempts are judged, those that run out first."""
+HEALTHY = (liveness.Decision.WORKING, liveness.Decision.QUIET)
 RECONCILE = "sovereign-agent supervisor --once"
 RUN_FOLDER = Path(".sovereign", "runs", "any")
 UNUSABLE = {"settings": 2, "ledger": 4}
@@ -112,10 +115,22 @@ def _ledger(org: Organization) -> Iterator[Finding]:
         told = f"{len(those)}, {len(run_out)} of them run out"
         harmless = kind == "leases" or not run_out  # a lease that has run out is free to take, and nothing waits for it
         yield Finding(kind, Verdict.OK, told) if harmless else Finding(kind, Verdict.WARN, told, RECONCILE)
+    yield from _workers(org, now)
     yield _clock([one for those in held.values() for one in those if one.expires_at > now + 2 * one.ttl])
     left = len(fencing.attempts_to_reclaim(org.db.connection, after="", limit=LOOKED_AT))
     told = f"{left} still to be dealt with"
     yield Finding("workspaces", Verdict.WARN, told, RECONCILE) if left else Finding("workspaces", Verdict.OK, told)
+
+
+def _workers(org: Organization, now: datetime) -> Iterator[Finding]:
+    """Every worker about which something is odd."""
+    for attempt in fencing.expired_execution_attempts(org.db, _end_of_time, limit=WORKERS_JUDGED):
+        told = liveness.assess(liveness.observe(org, attempt), now)
+        if told.decision not in HEALTHY:
+            found = f"{attempt.assignment_id} is {told.decision}: {' '.join(told.reasons)}"
+            yield Finding(
+                "worker", Verdict.WARN, found, told.next or f"sovereign-agent inspect {attempt.assignment_id}"
+            )
 
 
 def _file_system(path: Path) -> Finding:
