@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -354,3 +356,12 @@ def test_an_observation_joins_the_ledger_its_beats_and_the_kernel(org) -> None:
     assert observe(org, one).beat is None  # that another process beats says nothing about this one
     finish(org.db, one, org.db.clock)
     assert not observe(org, one).is_current
+
+
+def test_the_page_for_people_has_each_decision_in_the_order_in_which_they_are_tried() -> None:
+    page = Path(__file__).parent.parent.joinpath("docs", "when-a-worker-dies.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \|", page, re.MULTILINE)
+    of_code = re.findall(r"^ {4}\S.* {2,}(\w+)$", liveness.__doc__ or "", re.MULTILINE)
+    order = ["lost", "suspected_dead", "suspected_dead", "stalled", "stalled", "waiting_for_approval", "stalled"]
+    assert of_code == [*order, "quiet_but_within_tolerance", "working"]
+    assert rows == of_code
