@@ -570,7 +570,7 @@ def spoil_sow(org: Organization, attempt: ExecutionAttempt) -> None:
 
 def write_a_receipt_too_early(org: Organization, attempt: ExecutionAttempt) -> None:
     with org.db.transaction() as connection:
-        journal.write_receipt(connection, fencing.lost_receipt(attempt), at=org.db.now())
+        journal.write_receipt(connection, journal.lost_receipt(attempt), at=org.db.now())
 
 
 IMPOSSIBLE = pytest.mark.parametrize(

@@ -174,6 +174,13 @@ class Database:
         else:
             migrate.migrate(self.connection, component, migrations)
 
+    def release(self) -> None:
+        """Close this thread's connection, for a thread that ends before the Database does. Its next use opens another."""
+        connection: Connection | None = getattr(self._local, "connection", None)
+        if connection is not None:
+            connection.close()
+            self._local.connection = None
+
     def close(self) -> None:
         """Close every thread's connection. Idempotent."""
         self._closed = True
