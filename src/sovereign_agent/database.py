@@ -175,11 +175,10 @@ class Database:
             migrate.migrate(self.connection, component, migrations)
 
     def release(self) -> None:
-        """Close this thread's connection, for a thread that ends before the Database does. Its next use opens another."""
+        """Close this thread's connection, because the thread ends before the Database does."""
         connection: Connection | None = getattr(self._local, "connection", None)
         if connection is not None:
             connection.close()
-            self._local.connection = None
 
     def close(self) -> None:
         """Close every thread's connection. Idempotent."""

@@ -23,7 +23,6 @@ Each attempt ends with exactly one receipt, in the transaction that ends it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -53,15 +52,6 @@ ACTOR_LEASE_TTL = timedelta(minutes=5)
 EXECUTION_ATTEMPT_TTL = timedelta(minutes=15)
 EXECUTION_ATTEMPT_MAXIMUM = timedelta(hours=24)
 """Beyond this no renewal reaches, however alive the process looks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Signs:
-    """What a run's program shows of itself, as its worker has seen it: evidence, never authority."""
-
-    silent: timedelta
-    step: str
-    tolerance_seconds: int
 
 
 def new_process_identity() -> str:
@@ -304,32 +294,39 @@ def renew_execution_attempt(
 
     Raises AuthorityLost (``execution_attempt_lost``) unless token and identity match an unexpired attempt.
     """
+    key = (attempt_id, assignment_id, process_identity, fencing_token)
     with db.transaction() as connection:
         _lock_attempt(connection, attempt_id)
-        names = (attempt_id, assignment_id, process_identity, fencing_token)
-        return _renew_attempt(connection, *names, ttl=ttl, now=db.now(clock))
+        return _renew_attempt(connection, key, ttl=ttl, now=db.now(clock))
 
 
 def renew_run(
-    db: Database, attempt: ExecutionAttempt, signs: Signs, *, lease_ttl: timedelta, attempt_ttl: timedelta
+    db: Database,
+    attempt: ExecutionAttempt,
+    *,
+    attempt_ttl: timedelta,
+    lease_ttl: timedelta,
+    silent: timedelta,
+    step: str,
+    tolerance: timedelta,
 ) -> timedelta:
-    """Hold on to an attempt and to the actor lease that it stands on, both or neither, and note its program's signs.
+    """Hold on to an attempt and to the actor lease that it stands on: both or neither.
 
-    Returns for how long both last, from the moment by which the ledger judged. Raises AuthorityLost
-    (``execution_attempt_lost``, ``actor_lease_lost``).
+    It also notes what the run's program shows of itself: for how long it has been silent, the step it is in, and how
+    much silence that step may take. Returns for how long both last, from the moment by which the ledger judged.
+    Raises AuthorityLost (``execution_attempt_lost``, ``actor_lease_lost``).
     """
-    actor_id, process_identity = attempt.actor_id, attempt.process_identity
+    actor_id, process = attempt.actor_id, attempt.process_identity
+    key = (attempt.id, attempt.assignment_id, process, attempt.fencing_token)
     with db.transaction() as connection:
         lock_lease(connection, actor_id)
         _lock_attempt(connection, attempt.id)
         now = db.now()
-        names = (attempt.id, attempt.assignment_id, process_identity, attempt.fencing_token)
-        run = _renew_attempt(connection, *names, ttl=attempt_ttl, now=now)
-        token = attempt.actor_lease_fencing_token
-        lease = renew_lease(connection, actor_id, process_identity, token, ttl=lease_ttl, now=now)
+        run = _renew_attempt(connection, key, ttl=attempt_ttl, now=now)
+        lease = renew_lease(connection, actor_id, process, attempt.actor_lease_fencing_token, ttl=lease_ttl, now=now)
         connection.execute(
             "UPDATE execution_attempts SET progress_at = ?, step = ?, tolerance_seconds = ? WHERE id = ?",
-            (micros(now - signs.silent), signs.step, signs.tolerance_seconds, attempt.id),
+            (micros(now - silent), step, tolerance // timedelta(seconds=1), attempt.id),
         )
     return min(run.expires_at, lease.expires_at) - now
 
@@ -339,15 +336,10 @@ def _lock_attempt(connection: Connection, attempt_id: str) -> None:
 
 
 def _renew_attempt(
-    connection: Connection,
-    attempt_id: str,
-    assignment_id: str,
-    process_identity: str,
-    fencing_token: int,
-    *,
-    ttl: timedelta,
-    now: datetime,
+    connection: Connection, key: tuple[str, str, str, int], *, ttl: timedelta, now: datetime
 ) -> ExecutionAttempt:
+    """Renew the attempt whose id, assignment, process identity and token are `key`. Its row is locked."""
+    attempt_id, assignment_id, _, _ = key
     until = micros(now + ttl)
     renewed = connection.execute(
         """
@@ -356,7 +348,7 @@ def _renew_attempt(
            AND status = 'ACTIVE' AND expires_at > ?
         RETURNING *
         """,
-        (until, until, attempt_id, assignment_id, process_identity, fencing_token, micros(now)),
+        (until, until, *key, micros(now)),
     ).fetchone()
     if renewed is None:
         raise execution_attempt_lost(assignment_id, attempt_id)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 from sovereign_agent.clock import micros
@@ -19,6 +20,8 @@ from sovereign_agent.records import Event, ExecutionAttempt, Receipt, ReceiptSta
 
 WORKER_LOST = "worker_lost"
 """The one category of a receipt that another process had to write."""
+
+NO_EVIDENCE = MappingProxyType({"cause": "unknown"})
 
 
 def to_json(value: Any) -> str:
@@ -76,7 +79,7 @@ def record_end(connection: Connection, attempt: ExecutionAttempt, receipt: Recei
         record(connection, kind, attempt.assignment_id, actor=attempt.actor_id, at=at, detail=detail)
 
 
-def lost_receipt(attempt: ExecutionAttempt, evidence: Mapping[str, Any] | None = None) -> Receipt:
+def lost_receipt(attempt: ExecutionAttempt, evidence: Mapping[str, Any] = NO_EVIDENCE) -> Receipt:
     """The receipt of an attempt whose process never came back. It is always failed: unknown is not success.
 
     `evidence` says what may have become of the process, and changes nothing.
@@ -92,11 +95,7 @@ def lost_receipt(attempt: ExecutionAttempt, evidence: Mapping[str, Any] | None =
             f"The worker never ended attempt {attempt.id} (fencing token {attempt.fencing_token}), which ran out"
             f" at {attempt.expires_at.isoformat()}. What it finished is unknown."
         ),
-        detail={
-            "attempt_id": attempt.id,
-            "fencing_token": attempt.fencing_token,
-            "evidence": {"cause": "unknown"} | dict(evidence or {}),
-        },
+        detail={"attempt_id": attempt.id, "fencing_token": attempt.fencing_token, "evidence": dict(evidence)},
     )
 
 

@@ -240,9 +240,7 @@ class Organization:
         with self.db.immediate() as connection:
             now = self.db.now()
             if not outcomes.cancel_created_assignment(connection, assignment_id, actor=actor_id, now=now):
-                assignment = outcomes.get_assignment(connection, assignment_id)
-                if not runs.revoke(connection, assignment, actor_id, now=now):
-                    raise outcomes.illegal_move("assignment", assignment_id, assignment.state, AssignmentState.CANCELED)
+                runs.revoke(connection, outcomes.get_assignment(connection, assignment_id), actor_id, now=now)
             return outcomes.get_assignment(connection, assignment_id)
 
     def cancel_sow(self, sow_id: str, actor_id: str) -> Sow:
@@ -280,15 +278,14 @@ class Organization:
         PolicyRefusal, IllegalMove, Refusal (``assignment_missing``). An interruption is recorded, then raised.
         """
         assignment = outcomes.get_assignment(self.db.connection, assignment_id)
-        authority = self.settings.authority
-        with self._host.hosting(assignment.actor_id, authority.lease_ttl) as lease:
+        with self._host.hosting(assignment.actor_id, self.settings.authority.lease_ttl) as lease:
             settings = self._may_run(assignment)
             return self._host.run(
                 self.root,
                 assignment,
                 lease,
                 partial(self._propose, assignment, settings),
-                authority=authority,
+                authority=self.settings.authority,
                 room=timedelta(seconds=getattr(settings, "grace_seconds", 0.0)),
                 process=liveness.this_process(),
             )
@@ -299,8 +296,9 @@ class Organization:
         workspace.check_root(self.root)
         actor = self._authorize(assignment.actor_id, "execute")
         settings = self.settings.providers[actor.provider]
-        seconds = min(settings.timeout_seconds, assignment.maximum_seconds)
-        return settings.model_copy(update={"timeout_seconds": float(seconds)})
+        return settings.model_copy(
+            update={"timeout_seconds": min(settings.timeout_seconds, assignment.maximum_seconds)}
+        )
 
     def _propose(
         self, assignment: Assignment, settings: ProviderSettings, attempt: ExecutionAttempt, leash: Leash

@@ -66,26 +66,18 @@ class Keeper:
     was asked for. A refusal, or none in time, or its own unexpected end, is the loss: the leash is cut.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        attempt: ExecutionAttempt,
-        authority: AuthoritySettings,
-        *,
-        asked_at: float,
-        lasts: timedelta,
-    ) -> None:
-        self._db = db
+    def __init__(self, db: Database, attempt: ExecutionAttempt, authority: AuthoritySettings) -> None:
         self.attempt = attempt
+        self.leash = Leash()
+        self.lost: AuthorityLost | None = None
+        self._db = db
         self._authority = authority
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name=f"keeper of {attempt.id}", daemon=True)
-        self.leash = Leash(0.0)
-        self.lost: AuthorityLost | None = None
-        self._confirmed(asked_at, lasts)
 
-    def start(self) -> Leash:
-        """Begin to renew, and give the leash that the program is to be held by."""
+    def start(self, asked_at: float, lasts: timedelta) -> Leash:
+        """Begin to renew what was asked for at `asked_at` (monotonic); give the leash for the program."""
+        self._confirmed(asked_at, lasts)
         self._thread.start()
         return self.leash
 
@@ -108,18 +100,22 @@ class Keeper:
 
     def _renew(self) -> None:
         asked_at = monotonic()
-        signs = fencing.Signs(
-            silent=timedelta(seconds=asked_at - self.leash.progress_at),
-            step=_storable(self.leash.step, STEP_LIMIT),
-            tolerance_seconds=int(self.leash.tolerance_seconds),
-        )
-        ttls = {"lease_ttl": self._authority.lease_ttl, "attempt_ttl": self._authority.attempt_ttl}
         try:
-            self._confirmed(asked_at, fencing.renew_run(self._db, self.attempt, signs, **ttls))
+            lasts = fencing.renew_run(
+                self._db,
+                self.attempt,
+                attempt_ttl=self._authority.attempt_ttl,
+                lease_ttl=self._authority.lease_ttl,
+                silent=timedelta(seconds=asked_at - self.leash.progress_at),
+                step=_storable(self.leash.step, STEP_LIMIT),
+                tolerance=timedelta(seconds=self.leash.tolerance_seconds),
+            )
         except (Contention, LedgerUnavailable) as error:
             if monotonic() >= self._until:
                 raise lease_unconfirmed(self.attempt.assignment_id, f"{error} {error.why}") from error
             self._next_at = monotonic() + PAUSE_SECONDS
+        else:
+            self._confirmed(asked_at, lasts)
 
     def _confirmed(self, asked_at: float, lasts: timedelta) -> None:
         margin = MARGIN * min(self._authority.actor_lease_seconds, self._authority.execution_attempt_seconds)
@@ -213,9 +209,9 @@ class Host:
             process=process,
         )
         lasts = min(attempt.expires_at, lease.expires_at) - attempt.acquired_at
-        with closing(Keeper(self._db, attempt, authority, asked_at=asked_at, lasts=lasts)) as keeper:
+        with closing(Keeper(self._db, attempt, authority)) as keeper:
             try:
-                receipt = receipt_for(attempt, propose(attempt, keeper.start()))
+                receipt = receipt_for(attempt, propose(attempt, keeper.start(asked_at, lasts)))
             except Exception as error:
                 log.exception("run of %s failed inside this program", assignment.id)
                 receipt = failure(attempt, "internal_error", f"{type(error).__name__}: {error}")
@@ -349,22 +345,19 @@ def was_asked_to_stop(connection: Connection, attempt: ExecutionAttempt) -> bool
     return any(event.kind == STOP_REQUESTED and event.detail["attempt_id"] == attempt.id for event in events)
 
 
-def revoke(connection: Connection, assignment: Assignment, actor_id: str, *, now: datetime) -> bool:
+def revoke(connection: Connection, assignment: Assignment, actor_id: str, *, now: datetime) -> None:
     """Take a run from its process, asking it nothing: CANCELED, a receipt ``interrupted``, the actor freed.
 
-    Its next renewal is refused, and so its program is stopped. False, and nothing changed, when nothing runs.
+    Its next renewal is refused, and so its program is stopped. Raises IllegalMove when it does not run.
     """
     fencing.lock_lease(connection, assignment.actor_id)
     attempt = fencing.active_attempt(connection, assignment.id)
-    if attempt is None:
-        return False
-    receipt = failure(attempt, "interrupted", f"Canceled by {actor_id} while it ran. What it finished is unknown.")
-    if not fencing.end_attempt(
-        connection, attempt, AttemptStatus.RECOVERED, receipt, becomes=AssignmentState.CANCELED, now=now
+    to, why = AssignmentState.CANCELED, f"Canceled by {actor_id} while it ran. What it finished is unknown."
+    if attempt is None or not fencing.end_attempt(
+        connection, attempt, AttemptStatus.RECOVERED, failure(attempt, "interrupted", why), becomes=to, now=now
     ):
-        return False
+        raise outcomes.illegal_move("assignment", assignment.id, assignment.state, to)
     fencing.release_lease(connection, attempt.actor_id, attempt.process_identity, attempt.actor_lease_fencing_token)
-    return True
 
 
 def free(connection: Connection, actor_id: str, authority_id: str, *, now: datetime) -> bool:
