@@ -166,13 +166,13 @@ def _end_of_time() -> datetime:
 
 
 def _leases(org: Organization) -> list[_Held]:
-    ttl = timedelta(seconds=org.settings.authority.hosting_seconds)
+    ttl = org.settings.authority.lease_ttl
     leases = fencing.expired_actor_leases(org.db, _end_of_time, limit=LOOKED_AT)  # by then every one has run out
     return [_Held(lease.actor_id, lease.expires_at, ttl) for lease in leases]
 
 
 def _attempts(org: Organization) -> list[_Held]:
-    ttl = timedelta(seconds=org.settings.authority.execution_attempt_seconds)
+    ttl = org.settings.authority.attempt_ttl
     attempts = fencing.expired_execution_attempts(org.db, _end_of_time, limit=LOOKED_AT)
     return [_Held(attempt.assignment_id, attempt.expires_at, ttl) for attempt in attempts]
 
