@@ -367,7 +367,7 @@ def test_hazard_19_a_program_that_cannot_be_started_is_failed_with_the_real_caus
 
 
 def start(run: Workspace, *argv: str) -> process.Ending:
-    return process.run(argv, run, stdin=b"", variables=process.variables(), timeout_seconds=30, grace_seconds=1)
+    return process.run(argv, run, stdin=b"", variables=process.variables(), timeout_seconds=30, grace_seconds=1, leash=Leash())
 
 
 def test_hazard_19_a_program_open_for_writing_is_busy(run: Workspace, tmp_path: Path) -> None:

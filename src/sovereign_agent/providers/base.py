@@ -195,6 +195,8 @@ def conclude(
     deliverables = _deliverables(workspace, report, reasons)
     status, category = judge(reasons, exit_code=exit_code, report=report)
     account = report.summary if report else said
+    if survivors := ", ".join(detail.get("survivors", ())):
+        account = f"Still there afterwards: {survivors}. {account}"
     summary = f"{reasons.get(category, '')} {account}".strip() if category else account
     return Proposal(
         status,

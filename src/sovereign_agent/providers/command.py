@@ -7,7 +7,6 @@ judging one are the same for all. A program that cannot be started is a failed r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from signal import Signals
 
 from sovereign_agent.configuration import CommandSettings
 from sovereign_agent.errors import ProviderFault
@@ -39,25 +38,14 @@ class CommandProvider:
                 timeout_seconds=self.settings.timeout_seconds,
                 grace_seconds=self.settings.grace_seconds,
                 leash=leash,
+                run_as=self.settings.run_as,
             )
         except ProviderFault as fault:
-            return conclude(workspace, exit_code=None, seen={"provider_unavailable": str(fault)}, detail={})
-        last_words = ending.stderr.last_words() or ending.stdout.last_words()
+            return conclude(workspace, exit_code=None, seen={fault.category: str(fault)}, detail={})
         return conclude(
-            workspace, exit_code=ending.exit_code, seen=_seen(ending), said=last_words, detail=ending.detail()
+            workspace,
+            exit_code=ending.verdict_code,
+            seen=process.seen(ending),
+            said=ending.stderr.last_words() or ending.stdout.last_words(),
+            detail=ending.detail(),
         )
-
-
-def _signal_name(number: int) -> str:
-    return Signals(number).name if number in set(Signals) else f"signal {number}"
-
-
-def _seen(ending: process.Ending) -> dict[str, str]:
-    """The failure categories in how a program ended, each in a sentence."""
-    if ending.ended_by == "timeout":
-        return {"timeout": f"It was still running after {ending.duration_seconds:.1f} seconds and was ended."}
-    if ending.signal is not None:
-        return {"killed": f"It was ended from outside, by {_signal_name(ending.signal)}."}
-    if ending.exit_code is None:
-        return {"internal_error": "It ended, but how could not be learned: is SIGCHLD ignored in this process?"}
-    return {"nonzero_exit": f"It ended with exit code {ending.exit_code}."} if ending.exit_code else {}

@@ -1,29 +1,33 @@
 """Processes: the only room that starts a program.
 
-It is started without a shell, in a session of its own, in its run's folder, with a handful of variables. Both
-its outputs are drained at once, whatever it does, and kept as head and tail. It has until a deadline; then
-its group is asked to end, and a grace later it is ended. However the waiting ends, the group is dead and the
-child is reaped when `run` returns or raises. A signal goes only to a group whose leader is our own child and
-not yet reaped: no number is ever reused under us. A member that left the group is not found here.
+It is started without a shell, in a session of its own, in its run's folder, with a handful of variables, under a
+guardian that ends it when this worker dies. One loop in the calling thread feeds it, drains both its outputs whatever
+it does, keeps their head and tail, and tells the guardian when it has to end: at a deadline, in silence, some seconds
+after its result, or with the authority that it works under. When `run` returns or raises, the program is dead and so
+is all that came from it, or the survivors are named. This room itself signals nobody but its guardian, its own child.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
-import select
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Protocol
 
 from sovereign_agent.clock import monotonic
 from sovereign_agent.errors import ProviderFault
+from sovereign_agent.providers import account, guardian
 from sovereign_agent.workspace import Workspace
 
 HEAD_BYTES = 2**20
@@ -33,7 +37,31 @@ CHUNK_BYTES = 2**16
 PIPE_BYTES = 2**20
 """The most that a pipe holds: what the dead wrote is within it, and what comes beyond is somebody else's."""
 
+NEVER = float("inf")
+AFTER_RESULT_SECONDS = 5.0
+"""How long a program may go on after its result before it is ended."""
+
+PATIENCE_SECONDS = 10.0
+"""How long beyond the grace a guardian has to do what it was told, before it is taken for lost."""
+
 PASSED_ON = ("PATH", "HOME", "LANG", "TZ", "TMPDIR")
+
+
+_guardians: set[subprocess.Popen[bytes]] = set()
+"""Those not known to have ended: one that hunts survivors outlives its run."""
+
+
+class Reader(Protocol):
+    """Whoever understands a program's stdout as it comes. Its state decides when the program is ended."""
+
+    @property
+    def state(self) -> Literal["reading", "finished", "line_too_long"]:
+        """``finished`` once the program has told its result."""
+        ...
+
+    def take(self, chunk: bytes) -> None:
+        """Read the next piece, cut anywhere."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +69,23 @@ class Ending:
     """How a program ended, with what was seen on the way.
 
     `exit_code` is None when a signal ended it, or when its end could not be learned (then `signal` is None too).
-    `ended_by` says who sent that signal, if one was sent by this worker.
+    `ended_by` says what it was ended for: ``timeout``, ``idle_timeout``, ``after_result``, ``line_too_long``,
+    ``lease_lost``, ``interrupted``; or ``itself``, and then that signal was not ours. `survivors` are the processes
+    that could not be ended, each with its number and name.
     """
 
     exit_code: int | None
     signal: int | None
-    ended_by: Literal["itself", "timeout"]
+    ended_by: str
+    survivors: tuple[str, ...]
     duration_seconds: float
     stdout: Capture
     stderr: Capture
+
+    @property
+    def verdict_code(self) -> int | None:
+        """The exit code to judge it by: how we ended it after its result is no failure of its own."""
+        return 0 if self.ended_by == "after_result" else self.exit_code
 
     def detail(self) -> dict[str, Any]:
         """The figures, as JSON."""
@@ -57,6 +93,8 @@ class Ending:
             "exit_code": self.exit_code,
             "signal": self.signal,
             "ended_by": self.ended_by,
+            "killed_after_result": self.ended_by == "after_result",
+            "survivors": list(self.survivors),
             "duration_seconds": round(self.duration_seconds, 3),
             "stdout_bytes": self.stdout.total,
             "stderr_bytes": self.stderr.total,
@@ -66,17 +104,43 @@ class Ending:
         }
 
 
+def seen(ending: Ending) -> dict[str, str]:
+    """The failure category in how a program ended, in a sentence; none for a good end."""
+    after = f"after {ending.duration_seconds:.1f} seconds"
+    reasons = {
+        "timeout": f"It was still running {after} and was ended.",
+        "idle_timeout": f"It had fallen silent and was ended {after}.",
+        "line_too_long": f"It wrote a line without end and was ended {after}.",
+        "lease_lost": f"The authority that it worked under was lost {after}, so it was ended.",
+        "interrupted": f"It was interrupted {after}.",
+    }
+    if ending.ended_by in reasons:
+        return {ending.ended_by: reasons[ending.ended_by]}
+    if ending.verdict_code == 0:
+        return {}
+    if ending.exit_code is not None:
+        return {"nonzero_exit": f"It ended with exit code {ending.exit_code}."}
+    if ending.signal is not None:
+        return {"killed": f"It was ended from outside, by {_signal_name(ending.signal)}."}
+    return {"killed": "Its guardian was lost, so how it ended is unknown, and what survived it."}
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
 class Leash:
     """What ties a program to the authority of its worker.
 
     One hand holds it: the keeper, which extends it each time the ledger has confirmed the authority, and cuts it when
     the authority is lost. The other end is `run`, which ends the program when the leash is cut or has run out, and
-    notes on it each sign of progress.
+    notes on it each sign of progress. Without `seconds` it never runs out.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
         self._lock = threading.Lock()
-        self.until = None if seconds is None else monotonic() + seconds
+        self._wake: int | None = None
+        self.until = NEVER if seconds is None else monotonic() + seconds
         self.cut_for = ""
         self.progress_at = monotonic()
         self.step = ""
@@ -84,11 +148,40 @@ class Leash:
 
     def extend(self, seconds: float) -> None:
         """The authority was confirmed: the program may run for so long from now."""
-        self.until = monotonic() + seconds
+        with self._lock:
+            self.until = monotonic() + seconds
+            self._tell()
 
     def cut(self, category: str) -> None:
         """End the program. `category` is the failure category: ``lease_lost`` or ``interrupted``. The first counts."""
-        self.cut_for = self.cut_for or category
+        with self._lock:
+            self.cut_for = self.cut_for or category
+            self._tell()
+
+    def left(self) -> float | None:
+        """Seconds until it runs out; None when it never does."""
+        return None if self.until == NEVER else self.until - monotonic()
+
+    @contextmanager
+    def felt(self) -> Generator[int]:
+        """For `run`: a descriptor that becomes readable whenever the other hand has moved."""
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        with self._lock:
+            self._wake = write
+            self._tell()
+        try:
+            yield read
+        finally:
+            with self._lock:
+                self._wake = None
+            os.close(write)
+            os.close(read)
+
+    def _tell(self) -> None:
+        if self._wake is not None:
+            with suppress(BlockingIOError):
+                os.write(self._wake, b".")
 
 
 class Capture:
@@ -163,142 +256,224 @@ def run(
     variables: Mapping[str, str],
     timeout_seconds: float,
     grace_seconds: float,
-    leash: Leash | None = None,  # noqa: ARG001 - the guardian takes it
+    leash: Leash,
+    reader: Reader | None = None,
+    idle_seconds: float = NEVER,
+    run_as: str = "",
 ) -> Ending:
-    """Run a program in a run's folder to its end, or to its deadline.
+    """Run a program in a run's folder until it ends, or has to.
 
-    Its outputs go to `stdout.log` and `stderr.log` in `provider-raw`. Raises ProviderFault when it cannot be
-    started, with the cause that the operating system hides behind one number; and whatever interrupted the
+    Args:
+        argv: the program, looked for on the PATH of `variables`, and its arguments.
+        workspace: its folder. The outputs go to `stdout.log` and `stderr.log` in `provider-raw`.
+        stdin: what it may read.
+        variables: all that it finds in its environment.
+        timeout_seconds: how long it may run in all.
+        grace_seconds: how long it has between being asked to end and being killed.
+        leash: cut or run out, the program is ended.
+        reader: is given stdout as it comes, and says when the result is there.
+        idle_seconds: how long stdout may be silent.
+        run_as: ``user`` or ``user:group``, for a privileged worker.
+
+    Raises ProviderFault when it cannot be started: ``provider_unavailable`` with the cause that the operating system
+    hides behind one number, ``capability_refusal`` when it cannot run as that user. Raises whatever interrupted the
     waiting, once the program is dead.
     """
-    started = monotonic()
-    ended_by: Literal["itself", "timeout"] = "itself"
-    watch = _Watch(workspace.raw)
-    try:
-        watch.start(argv, workspace.path, variables, stdin)
-        if not watch.ended.wait(timeout_seconds):
-            ended_by = "timeout"
-            watch.signal_group(signal.SIGTERM)
-            watch.ended.wait(grace_seconds)
-    finally:
-        watch.signal_group(signal.SIGKILL)  # after a good end too: for members of the group that it left behind
-        code = watch.reap()
-    return Ending(
-        exit_code=code if code is not None and code >= 0 else None,
-        signal=-code if code is not None and code < 0 else None,
-        ended_by=ended_by,
-        duration_seconds=monotonic() - started,
-        stdout=watch.stdout,
-        stderr=watch.stderr,
-    )
-
-
-class _Watch:
-    """The threads around one child, and the only hand that may signal its group."""
-
-    def __init__(self, raw: Path) -> None:
-        self._stop_read, self._stop_write = os.pipe()
-        self.stdout = Capture(raw / "stdout.log")
-        self.stderr = Capture(raw / "stderr.log")
-        self.ended = threading.Event()
-        self._child: subprocess.Popen[bytes] | None = None
-        self._held = False
-        self._threads: list[threading.Thread] = []
-
-    def start(self, argv: Sequence[str], folder: Path, variables: Mapping[str, str], stdin: bytes) -> None:
-        self._child = child = _start(argv, folder, variables)
-        self._held = True
-        self._spawn(self._await_end, child.pid)
-        self._spawn(_feed, child.stdin, self._stop_read, stdin)
-        self._spawn(_drain, child.stdout, self._stop_read, self.stdout)
-        self._spawn(_drain, child.stderr, self._stop_read, self.stderr)
-
-    def signal_group(self, number: signal.Signals) -> None:
-        if self._child and self._held:
-            with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM when only a zombie is left
-                os.killpg(self._child.pid, number)
-
-    def reap(self) -> int | None:
-        """Wait for the end, let the threads empty the pipes, and answer the code; None if it was lost."""
-        code = None
-        for thread in self._threads[:1]:
-            thread.join()  # it must see the end before the child is reaped
-        if self._child:
-            with suppress(ChildProcessError):  # of a lost child Popen.wait would say that it ended well
-                code = os.waitstatus_to_exitcode(os.waitpid(self._child.pid, 0)[1])
-            self._child.returncode = code or 0
-        os.close(self._stop_write)
-        for thread in self._threads:
-            thread.join()
-        os.close(self._stop_read)
-        self.stdout.close()
-        self.stderr.close()
-        return code
-
-    def _spawn(self, act: Callable[..., None], *arguments: object) -> None:
-        thread = threading.Thread(target=act, args=arguments, daemon=True)
-        thread.start()
-        self._threads.append(thread)
-
-    def _await_end(self, pid: int) -> None:
-        """Learn of the end and leave the child unreaped: so long, its group's number is nobody else's."""
+    if "\0" in "".join([*argv, *variables, *variables.values()]):
+        raise _fault(argv[0], "a NUL character stands in its arguments or variables")
+    user = account.find(run_as) if run_as else None
+    if user:
+        account.hand_over(workspace, user)
+        variables = {**variables, "HOME": user.home, "USER": user.name, "LOGNAME": user.name}
+    ours, theirs = socket.socketpair()
+    with ours, leash.felt() as moved:
         try:
-            if sys.platform == "darwin":
-                wanted = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
-                with closing(select.kqueue()) as queue, suppress(ProcessLookupError):
-                    queue.control([wanted], 1)
-            else:
-                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:
-            self._held = False  # SIGCHLD is ignored in this process, or somebody else reaped it
-        self.ended.set()
+            with theirs:
+                guard = _start_guardian(workspace, theirs)
+        except OSError as error:
+            raise _fault(argv[0], f"its guardian could not be started ({error.strerror})") from error
+        watch = _Watch(guard, ours, workspace.raw, leash, reader)
+        try:
+            watch.tell(
+                argv=argv,
+                folder=str(workspace.path),
+                environment={**variables},
+                user=[user.group, user.user, *user.groups] if user else [],
+                worker=os.getpid(),
+                grace=grace_seconds,
+                leash=leash.left(),
+            )
+            watch.begin(moved, stdin)
+            watch.until_ended(timeout_seconds, idle_seconds, grace_seconds)
+        finally:
+            watch.close(grace_seconds)
+    if "fault" in watch.answer:
+        error = OSError(*watch.answer["fault"])
+        raise _fault(argv[0], _cause(error, argv[0], workspace.path, variables["PATH"])) from error
+    return watch.ending()
 
 
-def _feed(stdin: IO[bytes], stop: int, data: bytes) -> None:
-    """Write the program's input and close it. A program that does not read it is no trouble of ours."""
-    poller, left = select.poll(), memoryview(data)
-    poller.register(stdin, select.POLLOUT)
-    poller.register(stop, select.POLLIN)
-    os.set_blocking(stdin.fileno(), False)
-    with suppress(BrokenPipeError), stdin:
-        while left and not any(ready == stop for ready, _ in poller.poll()):
-            with suppress(BlockingIOError):
-                left = left[os.write(stdin.fileno(), left) :]
-
-
-def _drain(source: IO[bytes], stop: int, capture: Capture) -> None:
-    """Take in one output until its end, or until `stop` and then what a pipe can still hold."""
-    poller, allowance = select.poll(), PIPE_BYTES
-    poller.register(source, select.POLLIN)
-    poller.register(stop, select.POLLIN)
-    with source:
-        while allowance > 0:
-            ready = [descriptor for descriptor, _ in poller.poll()]
-            chunk = os.read(source.fileno(), CHUNK_BYTES) if source.fileno() in ready else b""
-            if not chunk:
-                return
-            capture.take(chunk)
-            if stop in ready:
-                allowance -= len(chunk)
-
-
-def _start(argv: Sequence[str], folder: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start_guardian(workspace: Workspace, control: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a guardian that has nothing to do yet. Raises OSError."""
+    lock = os.open(
+        workspace.path.with_name(f"{workspace.id}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
     try:
-        return subprocess.Popen(  # noqa: S603 - argv is the organization's own, and no shell reads it
-            argv,
+        return subprocess.Popen(  # noqa: S603 - the program is our own, and no shell reads this
+            (sys.executable, "-I", "-S", guardian.__file__, str(control.fileno()), str(lock)),
             bufsize=0,
-            cwd=folder,
-            env=variables,
+            cwd="/",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            pass_fds=(control.fileno(), lock),
             start_new_session=True,
             umask=0o077,
         )
-    except ValueError:
-        raise _fault(argv[0], "a NUL character stands in its arguments or variables") from None
-    except OSError as error:
-        raise _fault(argv[0], _cause(error, argv[0], folder, variables["PATH"])) from error
+    finally:
+        os.close(lock)
+
+
+class _Watch:
+    """One program and its guardian, watched from the calling thread alone."""
+
+    def __init__(
+        self, guard: subprocess.Popen[bytes], control: socket.socket, raw: Path, leash: Leash, reader: Reader | None
+    ) -> None:
+        assert guard.stdin
+        assert guard.stdout
+        assert guard.stderr
+        self.answer: dict[str, Any] = {}
+        self._guard, self._control, self._leash, self._reader = guard, control, leash, reader
+        self._stdin, self._stdout, self._stderr = guard.stdin, guard.stdout, guard.stderr
+        self._captures = {self._stdout: Capture(raw / "stdout.log"), self._stderr: Capture(raw / "stderr.log")}
+        self._heard, self._over, self._ordered = b"", False, ""
+        self._started = self._spoke_at = self._ended = monotonic()
+        self._ordered_at = self._result_at = NEVER
+        self._selector = selectors.PollSelector()
+        _guardians.difference_update({each for each in {*_guardians} if each.poll() is not None})
+        _guardians.add(guard)
+
+    def begin(self, moved: int, stdin: bytes) -> None:
+        """Listen to everybody, and have `stdin` written; `moved` tells of the leash."""
+        self._control.settimeout(PATIENCE_SECONDS)
+        self._selector.register(self._control, selectors.EVENT_READ, self._hear)
+        self._selector.register(moved, selectors.EVENT_READ, partial(self._feel, moved))
+        self._selector.register(self._stdin, selectors.EVENT_WRITE, partial(self._feed, bytearray(stdin)))
+        for source in self._captures:
+            self._selector.register(source, selectors.EVENT_READ, partial(self._take, source))
+        for pipe in (self._stdin, *self._captures):
+            os.set_blocking(pipe.fileno(), False)
+
+    def tell(self, **order: Any) -> None:
+        """Send the guardian a line. One that does not listen is killed, and `_hear` learns that it is gone."""
+        try:
+            self._control.sendall(json.dumps(order).encode("ascii") + b"\n")
+        except OSError:
+            self._guard.kill()
+
+    def until_ended(self, timeout_seconds: float, idle_seconds: float, grace_seconds: float) -> None:
+        """Watch until the guardian says that all is over, or is gone. One that does not obey in time is killed."""
+        patience = grace_seconds + guardian.KILL_SECONDS + PATIENCE_SECONDS
+        while not self._over:
+            due, reason = min(
+                (self._started + timeout_seconds, "timeout"),
+                (self._spoke_at + idle_seconds, "idle_timeout"),
+                (self._result_at + AFTER_RESULT_SECONDS, "after_result"),
+                (self._leash.until, "lease_lost"),
+            )
+            if self._ordered:
+                due = self._ordered_at + patience
+            self._turn(min(max(due - monotonic(), 0), guardian.LOOK_SECONDS))
+            if monotonic() < due:
+                continue
+            if self._ordered:
+                self._guard.kill()
+            else:
+                self._end(reason)
+        for source in self._captures:  # what the dead left in the pipes, and no more: a survivor may go on writing
+            for _ in range(0, PIPE_BYTES, CHUNK_BYTES):
+                if not source.closed:
+                    self._take(source)
+        self._ended = monotonic()
+
+    def close(self, grace_seconds: float) -> None:
+        """Let go of everything, so that the guardian ends what is left, and wait until it did; not for survivors."""
+        for file in (self._control, self._stdin, *self._captures, *self._captures.values()):
+            file.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._guard.wait(0 if self.answer.get("survivors") else grace_seconds + 2 * guardian.KILL_SECONDS)
+
+    def ending(self) -> Ending:
+        """What came of it."""
+        status = self.answer.get("status")
+        return Ending(
+            exit_code=status if status is not None and status >= 0 else None,
+            signal=-status if status is not None and status < 0 else None,
+            ended_by=self.answer.get("ended_by", self._ordered or "itself"),
+            survivors=tuple(self.answer.get("survivors", ["unknown: its guardian was lost"])),
+            duration_seconds=self._ended - self._started,
+            stdout=self._captures[self._stdout],
+            stderr=self._captures[self._stderr],
+        )
+
+    def _turn(self, seconds: float) -> None:
+        for key, _ in self._selector.select(seconds):
+            key.data()
+
+    def _end(self, reason: str) -> None:
+        if not self._ordered:
+            self._ordered, self._ordered_at = reason, monotonic()
+            self.tell(end=reason)
+
+    def _hear(self) -> None:
+        """Take in the one line that the guardian says, or that it is gone."""
+        said = b""
+        with suppress(OSError):
+            said = self._control.recv(CHUNK_BYTES)
+        self._heard += said
+        if b"\n" in self._heard:
+            self.answer = json.loads(self._heard.partition(b"\n")[0])
+        self._over = not said or bool(self.answer)
+
+    def _feel(self, moved: int) -> None:
+        """The leash was moved: hand it on."""
+        os.read(moved, CHUNK_BYTES)
+        if self._leash.cut_for:
+            self._end(self._leash.cut_for)
+        else:
+            self.tell(leash=self._leash.left())
+
+    def _feed(self, unread: bytearray) -> None:
+        """Write on the program's input, and close it at the end. A program that does not read it is no trouble."""
+        try:
+            del unread[: os.write(self._stdin.fileno(), unread)]
+        except BrokenPipeError:
+            unread.clear()
+        if not unread:
+            self._selector.unregister(self._stdin)
+            self._stdin.close()
+
+    def _take(self, source: IO[bytes]) -> None:
+        """Take in a piece of one output, if there is one, or its end."""
+        try:
+            chunk = os.read(source.fileno(), CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        if not chunk:
+            self._selector.unregister(source)
+            source.close()
+            return
+        self._captures[source].take(chunk)
+        self._leash.progress_at = monotonic()
+        if source is self._stdout:
+            self._spoke_at = self._leash.progress_at
+            if self._reader:
+                self._reader.take(chunk)
+                if self._reader.state == "line_too_long":
+                    self._end("line_too_long")
+                elif self._reader.state == "finished":
+                    self._result_at = min(self._result_at, monotonic())
 
 
 def _cause(error: OSError, program: str, folder: Path, search: str) -> str:

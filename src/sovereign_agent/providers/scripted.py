@@ -1,13 +1,12 @@
 """The scripted provider: fixed steps, performed in a real process.
 
 It stands in for an agent program where none is wanted: in a first run, in the course, in tests. What it does
-is real all the same: a process, files, signals, exit codes. Its program ends by itself when its worker dies.
+is real all the same: a process, files, signals, exit codes.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ class ScriptedProvider:
         steps = [step.model_dump(exclude_none=True) for step in self.settings.steps]
         program = CommandSettings(
             kind="command",
-            argv=(sys.executable, "-I", "-S", str(PROGRAM), str(os.getpid())),
+            argv=(sys.executable, "-I", "-S", str(PROGRAM)),
             timeout_seconds=self.settings.timeout_seconds,
             grace_seconds=GRACE_SECONDS,
         )

@@ -1,8 +1,7 @@
 """The program behind the scripted provider. It performs the steps on its stdin, and imports nothing of ours.
 
-    python -I -S scripted_program.py WORKER_PID < {"steps": [...]}
+    python -I -S scripted_program.py < {"steps": [...]}
 
-It ends by itself, with exit code 3, once the worker that started it is gone: no orphan of ours sleeps on.
 Paths of barriers are relative to the run's folder; other files are written below SOVEREIGN_OUT.
 """
 
@@ -18,27 +17,17 @@ from typing import Any
 
 OUT = Path(os.environ["SOVEREIGN_OUT"])
 PAUSE_SECONDS = 0.02
-WORKER_GONE = 3
 WAITED_IN_VAIN = 4
-
-
-def pause(seconds: float, until: Path | None = None) -> bool:
-    """Wait, or until a file exists; answer whether it does. Ends the program if its worker is gone."""
-    end = time.monotonic() + seconds
-    while until is None or not until.exists():
-        if os.getppid() != int(sys.argv[1]):
-            sys.exit(WORKER_GONE)
-        if time.monotonic() >= end:
-            return False
-        time.sleep(PAUSE_SECONDS)
-    return True
 
 
 def await_file(path: str, seconds: float) -> None:
     """Wait for a barrier's file, and end the program if it never comes."""
-    if not pause(seconds, until=Path(path)):
-        say(2, f"waited in vain for {path}\n")
-        sys.exit(WAITED_IN_VAIN)
+    end = time.monotonic() + seconds
+    while not Path(path).exists():
+        if time.monotonic() >= end:
+            say(2, f"waited in vain for {path}\n")
+            sys.exit(WAITED_IN_VAIN)
+        time.sleep(PAUSE_SECONDS)
 
 
 def say(descriptor: int, text: str) -> None:
@@ -59,7 +48,7 @@ def perform(step: dict[str, Any]) -> None:
     """Do one step."""
     match step:
         case {"sleep": seconds}:
-            pause(seconds)
+            time.sleep(seconds)
         case {"write": name, "text": text}:
             write(name, text)
         case {"report": report}:
