@@ -184,9 +184,15 @@ def running(org: Organization, process: dict[str, Any]) -> str:
     """A RUNNING assignment, held by the process described."""
     assignment, me = assigned(org), org.process_identity
     lease = fencing.acquire_or_renew_actor_lease(org.db, "operator-course", me)
-    ttl = timedelta(seconds=org.settings.authority.execution_attempt_seconds)
     fencing.acquire_execution_attempt(
-        org.db, assignment, "operator-course", me, lease.fencing_token, ttl=ttl, host=process["host"], process=process
+        org.db,
+        assignment,
+        "operator-course",
+        me,
+        lease.fencing_token,
+        ttl=org.settings.authority.attempt_ttl,
+        host=process["host"],
+        process=process,
     )
     return assignment
 
@@ -1040,6 +1046,17 @@ def test_a_folder_that_nobody_has_dealt_with_is_a_warning(root, call, monkeypatc
     monkeypatch.undo()
     assert call("supervisor", "--once", "--root", root).code == 0
     assert findings(call("doctor", "--root", root, "--json"))["workspaces"]["verdict"] == "ok"
+
+
+def test_a_folder_on_another_host_is_a_fact_and_no_warning(root, call):
+    with closing(Organization(root, clock=ManualClock(LONG_AGO))) as there:
+        running(there, {"host": "till-2"})
+    assert call("supervisor", "--once", "--root", root).code == 0
+    told = call("doctor", "--root", root, "--json").document["findings"]
+    assert [(one["verdict"], one["found"]) for one in told if one["subject"] == "workspaces"] == [
+        ("ok", "0 still to be dealt with"),
+        ("ok", "1 left to a supervisor on till-2"),
+    ]
 
 
 def test_authority_that_lasts_too_long_gives_a_clock_away_that_went_back(root, org, call):

@@ -219,7 +219,7 @@ def observe(org: Organization, attempt: ExecutionAttempt) -> Observation:
     beat = heartbeat.heartbeat_status(org, FRESH_BEAT_SECONDS)
     return Observation(
         attempt,
-        ttl=timedelta(seconds=org.settings.authority.execution_attempt_seconds),
+        ttl=org.settings.authority.attempt_ttl,
         is_current=fencing.verify_execution_attempt(org.db, attempt.assignment_id, attempt.id),
         evidence=look(attempt.process),
         beat=beat if beat.process_identity == attempt.process_identity else None,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -117,9 +119,7 @@ def _ledger(org: Organization) -> Iterator[Finding]:
         yield Finding(kind, Verdict.OK, told) if harmless else Finding(kind, Verdict.WARN, told, RECONCILE)
     yield from _workers(org, now)
     yield _clock([one for those in held.values() for one in those if one.expires_at > now + 2 * one.ttl])
-    left = len(fencing.attempts_to_reclaim(org.db.connection, after="", limit=LOOKED_AT))
-    told = f"{left} still to be dealt with"
-    yield Finding("workspaces", Verdict.WARN, told, RECONCILE) if left else Finding("workspaces", Verdict.OK, told)
+    yield from _workspaces(org)
 
 
 def _workers(org: Organization, now: datetime) -> Iterator[Finding]:
@@ -131,6 +131,21 @@ def _workers(org: Organization, now: datetime) -> Iterator[Finding]:
             yield Finding(
                 "worker", Verdict.WARN, found, told.next or f"sovereign-agent inspect {attempt.assignment_id}"
             )
+
+
+def _workspaces(org: Organization) -> Iterator[Finding]:
+    """The folders of ended runs. Those on another host are a fact here, and work for a supervisor there."""
+    here = socket.gethostname()
+    left = Counter(
+        host or here for *_, host in fencing.attempts_to_reclaim(org.db.connection, after="", limit=LOOKED_AT)
+    )
+    told = f"{left[here]} still to be dealt with"
+    yield (
+        Finding("workspaces", Verdict.WARN, told, RECONCILE) if left[here] else Finding("workspaces", Verdict.OK, told)
+    )
+    for host, number in sorted(left.items()):
+        if host != here:
+            yield Finding("workspaces", Verdict.OK, f"{number} left to a supervisor on {host}")
 
 
 def _file_system(path: Path) -> Finding:
@@ -166,13 +181,13 @@ def _end_of_time() -> datetime:
 
 
 def _leases(org: Organization) -> list[_Held]:
-    ttl = org.settings.authority.lease_ttl
+    ttl = max(org.settings.authority.lease_ttl, fencing.ACTOR_LEASE_TTL)  # who uses the library may take the latter
     leases = fencing.expired_actor_leases(org.db, _end_of_time, limit=LOOKED_AT)  # by then every one has run out
     return [_Held(lease.actor_id, lease.expires_at, ttl) for lease in leases]
 
 
 def _attempts(org: Organization) -> list[_Held]:
-    ttl = org.settings.authority.attempt_ttl
+    ttl = max(org.settings.authority.attempt_ttl, fencing.EXECUTION_ATTEMPT_TTL)
     attempts = fencing.expired_execution_attempts(org.db, _end_of_time, limit=LOOKED_AT)
     return [_Held(attempt.assignment_id, attempt.expires_at, ttl) for attempt in attempts]
 
