@@ -367,7 +367,9 @@ def test_hazard_19_a_program_that_cannot_be_started_is_failed_with_the_real_caus
 
 
 def start(run: Workspace, *argv: str) -> process.Ending:
-    return process.run(argv, run, stdin=b"", variables=process.variables(), timeout_seconds=30, grace_seconds=1, leash=Leash())
+    return process.run(
+        argv, run, stdin=b"", variables=process.variables(), timeout_seconds=30, grace_seconds=1, leash=Leash()
+    )
 
 
 def test_hazard_19_a_program_open_for_writing_is_busy(run: Workspace, tmp_path: Path) -> None:
@@ -499,22 +501,6 @@ def test_the_last_words_can_be_kept_by_any_ledger(run: Workspace) -> None:
     assert proposal.summary.endswith("the end")
 
 
-def _flood(_: int, root: str) -> tuple[int, int]:
-    run = allocate(root, "run-1")
-    python(run, GOOD)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    second = allocate(root, "run-2")
-    proposal = python(second, "import os\nfor _ in range(3000): os.write(1, b'x' * 65536)")
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return proposal.detail["stdout_bytes"], (after - before) // (1024 if sys.platform != "darwin" else 2**20)
-
-
-def test_memory_stays_flat_under_a_flood(tmp_path: Path) -> None:
-    ((size, grown_megabytes),) = at_one_barrier(1, _flood, str(tmp_path))
-    assert size == 3000 * 65536
-    assert grown_megabytes < 20
-
-
 def _capture_with_a_full_disk(_: int, root: str) -> tuple[tuple[str, str], dict[str, Any]]:
     run = allocate(root, "run-1")
     resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, 65_536))
@@ -568,7 +554,7 @@ time.sleep(60)
     assert (proposal.detail["signal"], proposal.detail["exit_code"]) == (signal.SIGKILL, None)
     leader, member = map(int, (tmp_path / "pids").read_text().split())
     assert gone(leader)
-    eventually(lambda: gone(member), within=5)
+    assert gone(member)
 
 
 def test_hazard_12_a_member_left_behind_by_a_good_end_is_ended(run: Workspace, tmp_path: Path) -> None:
@@ -579,10 +565,10 @@ open({str(tmp_path / "pid")!r}, "w").write(str(member.pid))
 {GOOD}
 """
     assert verdict(python(run, code)) == COMPLETED
-    eventually(lambda: gone(int((tmp_path / "pid").read_text())), within=5)
+    assert gone(int((tmp_path / "pid").read_text()))
 
 
-def test_hazard_12_a_process_that_left_the_group_and_holds_the_pipes_holds_nobody_up(
+def test_hazard_12_a_process_that_left_the_group_and_floods_the_pipes_holds_nobody_up(
     run: Workspace, tmp_path: Path
 ) -> None:
     code = f"""
@@ -591,26 +577,10 @@ away = subprocess.Popen(["sh", "-c", "yes"], start_new_session=True)
 open({str(tmp_path / "pid")!r}, "w").write(str(away.pid))
 {GOOD}
 """
-    try:
-        proposal = python(run, code, rulings=["x" * 1_000_000])
-    finally:
-        os.killpg(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    proposal = python(run, code, rulings=["x" * 1_000_000])
     assert verdict(proposal) == COMPLETED
     assert proposal.detail["duration_seconds"] < 10
-
-
-def test_hazard_12_an_output_that_never_ends_is_taken_in_up_to_what_a_pipe_holds(tmp_path: Path) -> None:
-    stop, write = os.pipe()
-    os.close(write)
-    capture = process.Capture(tmp_path / "log")
-    with Path("/dev/zero").open("rb", buffering=0) as endless:
-        thread = threading.Thread(target=process._drain, args=(endless, stop, capture), daemon=True)
-        thread.start()
-        thread.join(10)
-        assert not thread.is_alive()
-    assert capture.total == process.PIPE_BYTES
-    capture.close()
-    os.close(stop)
+    assert gone(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.parametrize(
@@ -648,12 +618,12 @@ def test_runs_leave_no_thread_and_no_descriptor_behind(tmp_path: Path) -> None:
 
 def _with_sigchld_ignored(_: int, root: str) -> tuple[tuple[str, str], Any]:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    proposal = python(allocate(root, "run-1"), GOOD)
+    proposal = python(allocate(root, "run-1"), GOOD + "os._exit(5)")
     return verdict(proposal), proposal.detail["exit_code"]
 
 
-def test_an_end_that_could_not_be_learned_is_never_taken_for_a_good_one(tmp_path: Path) -> None:
-    assert at_one_barrier(1, _with_sigchld_ignored, str(tmp_path)) == [(("failed", "internal_error"), None)]
+def test_a_worker_that_ignores_the_end_of_its_children_learns_of_it_all_the_same(tmp_path: Path) -> None:
+    assert at_one_barrier(1, _with_sigchld_ignored, str(tmp_path)) == [(("failed", "nonzero_exit"), 5)]
 
 
 WORKER = """

@@ -2,6 +2,8 @@
 
 base       what goes in, what comes back, and the one table that judges it
 process    the only room that starts a program
+guardian   what stands between a worker and its program, so that none outlives its worker
+account    as whom a program runs
 command    any program
 scripted   fixed steps, in a real process
 """

@@ -13,7 +13,7 @@ at the end ``{"ended_by": reason, "status": exit code or -signal or null, "survi
 
 It imports nothing of ours, and never signals a bare number: a direct child that is not buried is a handle, and a
 deeper descendant is signalled through a pidfd. Where the system has no subreapers (that is: not Linux) it ends its
-own process group, itself included, and does not know of a process that left it.
+own process group, itself included; it does not know of a process that left it, nor how one ended that it had to kill.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import select
 import signal
 import sys
 import time
+import warnings  # noqa: F401 - execvpe wants it, and the program's user may not be able to read it
 
 LINUX = sys.platform == "linux"
 LOOK_SECONDS = 1.0
@@ -225,15 +226,12 @@ def end(program: Program, grace_seconds: float) -> list[str]:
     return []
 
 
-def end_group(program: Program, grace_seconds: float) -> list[str]:
-    """What there is instead of `end` without subreapers: it leaves the last blow to `main`, which it takes along."""
+def ask_group(program: Program, grace_seconds: float) -> list[str]:
+    """What there is instead of `end` without subreapers; the last blow is `main`'s, because it takes us along."""
     until = now() + grace_seconds
     os.killpg(0, signal.SIGTERM)
     while not program.bury() and now() < until:
         time.sleep(SWEEP_SECONDS)
-    if program.status is None:
-        os.kill(program.pid, signal.SIGKILL)
-        program.status = os.waitstatus_to_exitcode(os.waitpid(program.pid, 0)[1])
     return []
 
 
@@ -260,7 +258,7 @@ def main(control: int, lock: int) -> None:
     for standard in (0, 1, 2):
         os.dup2(null, standard)
     reason = watch(program, control, wake, told["worker"], until=after(told["leash"]), heard=heard)
-    survivors = (end if LINUX else end_group)(program, told["grace"])
+    survivors = (end if LINUX else ask_group)(program, told["grace"])
     say(control, ended_by=reason, status=program.status, survivors=survivors)
     if not LINUX:
         os.killpg(0, signal.SIGKILL)

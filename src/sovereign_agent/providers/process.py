@@ -13,7 +13,6 @@ import errno
 import json
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from signal import strsignal
 from typing import IO, Any, Literal, Protocol
 
 from sovereign_agent.clock import monotonic
@@ -121,12 +121,8 @@ def seen(ending: Ending) -> dict[str, str]:
     if ending.exit_code is not None:
         return {"nonzero_exit": f"It ended with exit code {ending.exit_code}."}
     if ending.signal is not None:
-        return {"killed": f"It was ended from outside, by {_signal_name(ending.signal)}."}
+        return {"killed": f"It was ended from outside, by signal {ending.signal} ({strsignal(ending.signal)})."}
     return {"killed": "Its guardian was lost, so how it ended is unknown, and what survived it."}
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 class Leash:
@@ -315,9 +311,8 @@ def run(
 
 def _start_guardian(workspace: Workspace, control: socket.socket) -> subprocess.Popen[bytes]:
     """Start a guardian that has nothing to do yet. Raises OSError."""
-    lock = os.open(
-        workspace.path.with_name(f"{workspace.id}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-    )
+    path = workspace.path.with_name(f"{workspace.id}.lock")
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         return subprocess.Popen(  # noqa: S603 - the program is our own, and no shell reads this
             (sys.executable, "-I", "-S", guardian.__file__, str(control.fileno()), str(lock)),
@@ -384,7 +379,8 @@ class _Watch:
             )
             if self._ordered:
                 due = self._ordered_at + patience
-            self._turn(min(max(due - monotonic(), 0), guardian.LOOK_SECONDS))
+            for key, _ in self._selector.select(min(max(due - monotonic(), 0), guardian.LOOK_SECONDS)):
+                key.data()
             if monotonic() < due:
                 continue
             if self._ordered:
@@ -416,10 +412,6 @@ class _Watch:
             stdout=self._captures[self._stdout],
             stderr=self._captures[self._stderr],
         )
-
-    def _turn(self, seconds: float) -> None:
-        for key, _ in self._selector.select(seconds):
-            key.data()
 
     def _end(self, reason: str) -> None:
         if not self._ordered:
@@ -480,6 +472,8 @@ def _cause(error: OSError, program: str, folder: Path, search: str) -> str:
     """What really is missing: one ENOENT stands for the folder, the program, a link's target and an interpreter."""
     if not os.access(folder, os.F_OK):
         return f"the folder it should run in is not there ({folder})"
+    if error.filename == str(folder):
+        return f"the folder it should run in cannot be entered by its user ({folder})"
     places = [folder] if "/" in program else [Path(place) for place in search.split(os.pathsep) if place]
     found = next((place / program for place in places if os.path.lexists(place / program)), None)
     if error.errno == errno.ENOENT:
@@ -492,6 +486,7 @@ def _cause(error: OSError, program: str, folder: Path, search: str) -> str:
         errno.EACCES: f"{found or program} is not executable for this user",
         errno.ENOEXEC: f"{found or program} is no program: its format is unknown, and it has no #! line",
         errno.ETXTBSY: f"{found or program} is open for writing at this moment",
+        errno.EAGAIN: "another guardian is still at work in its folder, or the system has no process to spare",
         errno.E2BIG: "its arguments and variables are longer than the system takes",
     }
     return causes.get(error.errno or 0, error.strerror or str(error))
