@@ -219,6 +219,12 @@ def test_a_renewal_that_waited_for_a_takeover_is_refused_by_what_it_finds(
     late.close()
 
 
+def test_a_renewal_judges_by_a_clock_that_it_read_after_it_had_waited(timed: Database, clock: ManualClock) -> None:
+    attempt = run_of(timed, clock)
+    with hook_after(timed.connection, "FROM execution_attempts WHERE id", lambda: clock.advance(timedelta(hours=1))):
+        assert answer(renewed, timed, attempt) == "execution_attempt_lost"
+
+
 def test_a_cancellation_and_a_renewal_lock_in_the_same_order(org: Organization, location: Location) -> None:
     """One that took the attempt first would wait for the lease for ever, or be shot by the server."""
     _, _, assignment = governed_work(org)
