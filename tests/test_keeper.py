@@ -219,6 +219,12 @@ def test_a_renewal_that_waited_for_a_takeover_is_refused_by_what_it_finds(
     late.close()
 
 
+def test_a_renewal_judges_by_a_clock_that_it_read_after_it_had_waited(timed: Database, clock: ManualClock) -> None:
+    attempt = run_of(timed, clock)
+    with hook_after(timed.connection, "FROM execution_attempts WHERE id", lambda: clock.advance(timedelta(hours=1))):
+        assert answer(renewed, timed, attempt) == "execution_attempt_lost"
+
+
 def test_a_cancellation_and_a_renewal_lock_in_the_same_order(org: Organization, location: Location) -> None:
     """One that took the attempt first would wait for the lease for ever, or be shot by the server."""
     _, _, assignment = governed_work(org)
@@ -450,6 +456,51 @@ def test_a_program_that_ended_before_the_loss_was_seen_is_judged_by_the_terminal
     lasting(org, 0.3)
     monkeypatch.setattr(runs.Keeper, "_keep", lambda keeper: keeper._over.wait())
     monkeypatch.setattr(organization, "invoke_actor", lambda *args: (time.sleep(0.4), works(*args))[1])
+    _, _, assignment = governed_work(org)
+    assert org.run_assignment(assignment.id).status == "completed"
+
+
+@pytest.mark.parametrize("recovered", [True, False])
+def test_a_program_whose_leash_ran_out_before_the_keeper_had_an_answer_is_refused_in_the_ledgers_words(
+    org: Organization, monkeypatch: pytest.MonkeyPatch, *, recovered: bool
+) -> None:
+    """So it is when a stopped worker is continued: its program is gone, and its keeper has not spoken yet."""
+    before: dict[str, Any] = {}
+
+    def is_ended_by_its_guardian(*_: Any) -> Proposal:
+        if recovered:
+            over = org.db.now() + timedelta(hours=1)
+            assert tick(org, lambda: over).recovered_assignments
+        before.update(canonical(org))
+        return Proposal(ReceiptStatus.FAILED, "lease_lost", "It was stopped.", None)
+
+    monkeypatch.setattr(organization, "invoke_actor", is_ended_by_its_guardian)
+    _, _, assignment = governed_work(org)
+    said = answer(org.run_assignment, assignment.id)
+    assert said == ("execution_attempt_lost" if recovered else "lease_lost")
+    assert canonical(org) == before
+
+
+def test_a_leash_is_lengthened_from_before_the_renewal_was_asked_for(
+    org: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renew = fencing.renew_run
+
+    def answers_late(*args: Any, **options: Any) -> timedelta:
+        lasts = renew(*args, **options)
+        time.sleep(0.3)
+        return lasts
+
+    def looks(settings: Any, envelope: Envelope, folder: Workspace, leash: Leash) -> Proposal:
+        keeper = runs.Keeper(org.db, the_attempt(org.db, envelope.assignment_id), org.settings.authority)
+        asked_at = monotonic()
+        keeper._renew()
+        assert monotonic() - asked_at > 0.3
+        assert keeper.leash.until == pytest.approx(asked_at + 60 - 6, abs=0.2)
+        return works(settings, envelope, folder, leash)
+
+    monkeypatch.setattr(fencing, "renew_run", answers_late)
+    monkeypatch.setattr(organization, "invoke_actor", looks)
     _, _, assignment = governed_work(org)
     assert org.run_assignment(assignment.id).status == "completed"
 

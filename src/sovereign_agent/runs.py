@@ -30,6 +30,7 @@ from sovereign_agent.errors import (
     LedgerUnavailable,
     PolicyRefusal,
     SovereignError,
+    execution_attempt_lost,
     lease_unconfirmed,
 )
 from sovereign_agent.providers.base import SUMMARY_LIMIT, Proposal
@@ -231,7 +232,7 @@ class Host:
         """
         attempt = keeper.attempt
         if keeper.lost or receipt.failure_category == LEASE_LOST:
-            raise keeper.lost or lease_unconfirmed(assignment.id, "Its leash had run out.")
+            raise keeper.lost or self._refusal(attempt)
         try:
             written = finish(self._db, attempt, receipt)
         except (KeyboardInterrupt, SystemExit):
@@ -244,6 +245,13 @@ class Host:
         except (SovereignError, OSError) as error:  # the result is durable: what is left is a later tick's
             log.warning("the folder of %s is left to the supervisor: %s", attempt.id, error)
         return written
+
+    def _refusal(self, attempt: ExecutionAttempt) -> AuthorityLost:
+        """Why a run is over whose leash ran out before its keeper had an answer: in the ledger's words, if any."""
+        with suppress(SovereignError):
+            if not fencing.verify_execution_attempt(self._db, attempt.assignment_id, attempt.id):
+                return execution_attempt_lost(attempt.assignment_id, attempt.id)
+        return lease_unconfirmed(attempt.assignment_id, "The leash of its program had run out.")
 
 
 def receipt_for(attempt: ExecutionAttempt, proposal: Proposal) -> Receipt:
