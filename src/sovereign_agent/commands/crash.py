@@ -60,12 +60,17 @@ PROGRAM, HELPER = "the-program", "its-helper"
 PARENT_CODE = """
 import os, subprocess, sys, time
 from pathlib import Path
-subprocess.Popen([sys.executable, "-c", *sys.argv[1:3]], start_new_session=True)
 Path(os.environ["SOVEREIGN_OUT"], "report.json").write_text(sys.argv[3])
-Path("report-is-there").touch()
+subprocess.Popen([sys.executable, "-c", *sys.argv[1:3]], start_new_session=True)
 time.sleep(120)
 """
-HELPER_CODE = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)"
+HELPER_CODE = """
+import signal, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+Path("helper-is-deaf").touch()
+time.sleep(120)
+"""
 SLEEPER_CODE = "import time; time.sleep(120)"
 PARENT = [sys.executable, "-c", PARENT_CODE, HELPER_CODE, HELPER, json_text.dumps(PLANTED_REPORT), PROGRAM]
 WORK = [{"sleep": LONG_RUN_SECONDS}, {"write": "till.txt", "text": "counted: 412.50\n"}, {"report": HONEST_REPORT}]
@@ -166,7 +171,7 @@ class CrashDemo:
         """Scene 1: SIGKILL in the middle, a planted report, and the recovery."""
         assignment, worker = self.start_worker(org, sow_id, "dies-in-the-middle")
         run = self.await_running(org, assignment.id)
-        _eventually((run.path / "report-is-there").exists, "the program's report")
+        _eventually((run.path / "helper-is-deaf").exists, "the program's report and its helper")
         program, helper = _descendant(worker, PROGRAM), _descendant(worker, HELPER)
         self.scene(f"A worker runs {assignment.id}. Its program has just left a report that says: completed.")
         self.say(f"The program is process {program.pid}, and {helper.pid} a helper of it in a session of its own.")
