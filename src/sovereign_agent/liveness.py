@@ -281,9 +281,10 @@ def _outlook(decision: Decision, attempt: ExecutionAttempt) -> tuple[str, str]:
     cancel = f"sovereign-agent cancel {attempt.assignment_id} --by ACTOR"
     if decision is Decision.LOST:
         return "Unless it has ended, a supervisor ends it: failed, worker_lost.", "sovereign-agent supervisor --once"
+    end = "its attempt runs out, and a supervisor ends it: failed, worker_lost."
     if decision is Decision.SUSPECTED_DEAD:
-        return "Unless it renews, its attempt runs out, and a supervisor ends it: failed, worker_lost.", cancel
-    goes_on = f"While it renews it goes on, until {attempt.deadline:%F %T} UTC at the longest."
+        return f"Unless it renews, {end}", cancel
+    goes_on = f"While it renews it goes on, until {attempt.deadline:%F %T} UTC at the longest; else {end}"
     return goes_on, cancel if decision is Decision.STALLED else ""
 
 

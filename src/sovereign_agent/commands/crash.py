@@ -386,6 +386,11 @@ def _eventually(condition: Callable[[], T], what: str) -> T:
     deadline = monotonic() + DEADLINE_SECONDS
     while not (answer := condition()):
         if monotonic() > deadline:
-            raise SovereignError(f"The demo waited {DEADLINE_SECONDS:g} s for {what}.", category="demo_deadline")
+            raise SovereignError(
+                f"The demo waited {DEADLINE_SECONDS:g} s for {what}.",
+                category="demo_deadline",
+                why="Nothing of it takes so long, unless the machine is very busy.",
+                next_command="sovereign-agent demo crash",
+            )
         time.sleep(0.02)
     return answer

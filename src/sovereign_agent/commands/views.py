@@ -202,6 +202,7 @@ def _find(connection: Connection, beginning: str) -> Record:
         category="unknown_id",
         why="No out_, sow_, asg_, att_, rcp_ or msg_ id of this ledger begins like that.",
         inspect="sovereign-agent status",
+        next_command="repeat the command with an id that stands there",
     )
 
 
