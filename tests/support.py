@@ -316,7 +316,7 @@ def recover(db: Database, attempt: ExecutionAttempt, clock: ManualClock) -> bool
     """What a supervisor does with an attempt that has run out."""
     with db.transaction() as connection:
         now = fencing.lock_expired_attempt(connection, attempt.id, clock)
-        receipt = fencing.lost_receipt(attempt)
+        receipt = journal.lost_receipt(attempt)
         return now is not None and fencing.end_attempt(connection, attempt, AttemptStatus.RECOVERED, receipt, now=now)
 
 

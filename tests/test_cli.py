@@ -48,6 +48,7 @@ from sovereign_agent.errors import (
     Refusal,
     SchemaMismatch,
 )
+from sovereign_agent.liveness import this_process
 from sovereign_agent.organization import Organization
 from sovereign_agent.records import AssignmentState, ReceiptStatus
 
@@ -177,6 +178,29 @@ def abandoned(root: Path) -> str:
         lease = fencing.acquire_actor_lease(org.db, "operator-course", me)
         fencing.acquire_execution_attempt(org.db, assignment, "operator-course", me, lease.fencing_token)
     return assignment
+
+
+def running(org: Organization, process: dict[str, Any]) -> str:
+    """A RUNNING assignment, held by the process described."""
+    assignment, me = assigned(org), org.process_identity
+    lease = fencing.acquire_or_renew_actor_lease(org.db, "operator-course", me)
+    fencing.acquire_execution_attempt(
+        org.db,
+        assignment,
+        "operator-course",
+        me,
+        lease.fencing_token,
+        ttl=org.settings.authority.attempt_ttl,
+        host=process["host"],
+        process=process,
+    )
+    return assignment
+
+
+def gone() -> dict[str, Any]:
+    """What a process said of itself that has ended since."""
+    told = "import json; from sovereign_agent.liveness import this_process as me; print(json.dumps(me()))"
+    return json.loads(subprocess.run([sys.executable, "-c", told], capture_output=True, check=True).stdout)
 
 
 def everything_below(folder: Path) -> dict[str, str]:
@@ -698,6 +722,65 @@ def test_a_running_assignment_shows_the_attempt_that_holds_it(root, call):
     assert told["receipts"] == []
 
 
+# --- is it alive? -----------------------------------------------------------------------------------------
+
+
+def shown_running(told: Ended) -> dict[str, Any]:
+    return {
+        assignment["id"]: assignment["liveness"]
+        for work in told.document["outcomes"]
+        for sow in work["sows"]
+        for assignment in sow["assignments"]
+    }
+
+
+def test_status_tells_a_worker_that_works_from_one_that_is_gone_and_from_work_nobody_runs(root, org, call):
+    works, dead, waits = running(org, this_process()), running(org, gone()), assigned(org)
+    told = shown_running(call("status", "--root", root, "--json"))
+    assert (told[works]["decision"], told[dead]["decision"], told[waits]) == ("working", "suspected_dead", None)
+    assert told[dead]["reasons"][0] == "Its process is gone."
+    assert told[dead]["owner"].startswith(f"{org.process_identity}, pid ")
+    assert told[dead]["until"] > org.db.now().isoformat()
+    assert call("inspect", dead, "--root", root, "--json").document["liveness"]["decision"] == "suspected_dead"
+    assert call("inspect", waits, "--root", root, "--json").document["liveness"] is None
+
+
+@pytest.mark.parametrize("verb", ["status", "inspect"])
+def test_a_person_reads_why_it_is_stuck_who_owns_it_until_when_and_what_happens_next(verb, root, org, call):
+    dead = running(org, gone())
+    told = call(*{"status": ["status"], "inspect": ["inspect", dead]}[verb], "--root", root).out
+    lines = [line.strip() for line in told.splitlines()]
+    about = lines[lines.index("suspected dead") :]
+    labels = ["why", "why", "why", "owner", "until", "then", "next"]
+    assert [line.split()[0] for line in about[1:8]] == labels
+    assert about[1] == "why    Its process is gone."
+    assert about[7] == f"next   sovereign-agent cancel {dead} --by ACTOR --root {root}"
+    typed = about[7].split()[2:]
+    assert call(*[word.replace("ACTOR", "master-course") for word in typed]).code == 0
+    assert "suspected dead" not in call("status", "--root", root).out
+
+
+def test_doctor_names_each_worker_that_is_odd_and_no_other(root, org, call):
+    lost, works, dead = abandoned(root), running(org, this_process()), running(org, gone())
+    told = call("doctor", "--root", root, "--json")
+    odd = {one["found"].split()[0]: one for one in told.document["findings"] if one["subject"] == "worker"}
+    assert {*odd} == {dead, lost}
+    assert works not in str(odd)
+    assert odd[dead]["found"].startswith(f"{dead} is suspected_dead: Its process is gone.")
+    assert odd[dead]["mend"] == f"sovereign-agent cancel {dead} --by ACTOR"
+    assert odd[lost]["found"].startswith(f"{lost} is lost: Its attempt ran out ")
+    assert odd[lost]["mend"] == "sovereign-agent supervisor --once"
+
+
+def test_to_judge_a_running_worker_leaves_no_trace(local_root):
+    with closing(Organization(local_root)) as org:
+        running(org, gone())
+    before = everything_below(local_root)
+    assert "suspected dead" in ended(spawned("status", "--root", local_root)).out
+    assert "suspected_dead" in ended(spawned("doctor", "--root", local_root)).out
+    assert everything_below(local_root) == before
+
+
 # --- text from outside ------------------------------------------------------------------------------------
 
 HOSTILE = "[red]x[/red] \x1b[31m\x1b]0;title\x07 \u202e\r\nACCEPTED \x9b2J :smile: \\ caf\u00e9"
@@ -963,6 +1046,17 @@ def test_a_folder_that_nobody_has_dealt_with_is_a_warning(root, call, monkeypatc
     monkeypatch.undo()
     assert call("supervisor", "--once", "--root", root).code == 0
     assert findings(call("doctor", "--root", root, "--json"))["workspaces"]["verdict"] == "ok"
+
+
+def test_a_folder_on_another_host_is_a_fact_and_no_warning(root, call):
+    with closing(Organization(root, clock=ManualClock(LONG_AGO))) as there:
+        running(there, {"host": "till-2"})
+    assert call("supervisor", "--once", "--root", root).code == 0
+    told = call("doctor", "--root", root, "--json").document["findings"]
+    assert [(one["verdict"], one["found"]) for one in told if one["subject"] == "workspaces"] == [
+        ("ok", "0 still to be dealt with"),
+        ("ok", "1 left to a supervisor on till-2"),
+    ]
 
 
 def test_authority_that_lasts_too_long_gives_a_clock_away_that_went_back(root, org, call):

@@ -83,7 +83,7 @@ def test_a_whole_file_becomes_typed_settings(tmp_path: Path) -> None:
     assert [step.model_dump(exclude_none=True) for step in other.steps] == [{"sleep": 0.1}, {"exit": 3}]
     assert settings.checks == {"full": "shop.checks:full"}
     assert settings.extensions == {"store": "shop.tables:MIGRATIONS"}
-    assert (settings.authority.actor_lease_seconds, settings.authority.execution_attempt_seconds) == (300, 900)
+    assert (settings.authority.actor_lease_seconds, settings.authority.execution_attempt_seconds) == (60, 60)
 
 
 def test_settings_are_frozen(tmp_path: Path) -> None:

@@ -25,13 +25,20 @@ def test_the_crash_demo_shows_what_it_promises_on_each_engine(location: Location
     assert report["ledger"] == location.engine
     assert report["worker_reached_running"] is True
     assert report["state_after_kill"] == "RUNNING"
+    assert (report["killed"]["program_gone"], report["killed"]["grandchild_gone"]) == (True, True)
+    assert report["killed"]["before_reclaim"] is True
+    assert 0 < report["killed"]["seconds_until_gone"] < 20
     assert report["recovered"]["failure_category"] == "worker_lost"
     assert report["recovered"]["receipt_id"].startswith("rcp_")
     assert 0 < report["recovered"]["seconds_from_kill"] < 30
     assert report["planted_report_kept"] is True
     assert report["zombie"]["refusal"] == "execution_attempt_lost"
     assert report["zombie"]["rows_written"] == 0
+    assert report["zombie"]["program_gone"] is True
     assert report["second_tick_recovered"] == 0
+    healthy = report["healthy_long_run"]
+    assert healthy["status"] == "completed"
+    assert healthy["seconds"] >= 3 * healthy["attempt_ttl_seconds"] > 0
     assert report["retry"]["outcome_state"] == "ACCEPTED"
     assert _processes_of(location) == []
 
@@ -40,7 +47,15 @@ def test_the_crash_demo_shows_what_it_promises_on_each_engine(location: Location
 def test_the_crash_demo_tells_its_story_to_a_reader(tmp_path) -> None:
     shown = demo(Location("sqlite", "", tmp_path))
     assert shown.returncode == 0, shown.stdout + shown.stderr
-    for word in ("SIGKILL", "worker_lost", "not believed", "execution_attempt_lost", "ACCEPTED"):
+    for word in (
+        "SIGKILL",
+        "worker_lost",
+        "not believed",
+        "deaf to SIGTERM",
+        "execution_attempt_lost",
+        "renewed",
+        "ACCEPTED",
+    ):
         assert word in " ".join(shown.stdout.split())
 
 

@@ -515,7 +515,8 @@ def test_a_takeover_closes_the_lost_execution_attempt_with_its_own_receipt_in_on
     assert facts["events"][1:] == ["assignment.running", "assignment.recovered", "assignment.running"]
     receipt = journal.receipt_of_attempt(db.connection, lost.id)
     assert receipt
-    assert receipt.detail == {"attempt_id": lost.id, "fencing_token": lost.fencing_token}
+    evidence = {"cause": "unknown"}
+    assert receipt.detail == {"attempt_id": lost.id, "fencing_token": lost.fencing_token, "evidence": evidence}
     assert lost.id in receipt.summary
     assert str(lost.fencing_token) in receipt.summary
     finish(db, attempt, clock)
@@ -1084,20 +1085,21 @@ def test_an_actor_lease_taken_over_mid_invocation_refuses_the_terminal_write_and
     process_a.close()
 
 
-def test_an_actor_lease_lasts_as_long_as_the_attempt_that_stands_on_it(
+def test_a_run_takes_the_actor_lease_for_the_time_that_its_settings_give_it(
     org: Organization, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process_a, process_b = Organization(org.root, clock=clock), Organization(org.root, clock=clock)
     (_, _, first), (_, _, second) = governed_work(process_a), governed_work(process_a)
     said: list[str] = []
+    ttl = timedelta(seconds=org.settings.authority.actor_lease_seconds)
 
-    def outlasts_the_shorter_of_the_two(settings: Any, envelope: Envelope, folder: Workspace, *_: Any) -> Proposal:
+    def almost_outlasts_it(settings: Any, envelope: Envelope, folder: Workspace, *_: Any) -> Proposal:
         if envelope.assignment_id == first.id:
-            clock.advance(max(ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL) - TICK)
+            clock.advance(ttl - TICK)
             said.append(answer(process_b.run_assignment, second.id))
         return works(settings, envelope, folder)
 
-    monkeypatch.setattr(organization, "invoke_actor", outlasts_the_shorter_of_the_two)
+    monkeypatch.setattr(organization, "invoke_actor", almost_outlasts_it)
     assert answer(process_a.run_assignment, first.id) == "done"
     assert said == ["actor_lease_held"]
     assert answer(process_b.run_assignment, second.id) == "done"

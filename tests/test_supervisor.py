@@ -40,7 +40,7 @@ from support import (
     works,
 )
 
-from sovereign_agent import fencing, journal, organization, outcomes, relay, supervisor, workspace
+from sovereign_agent import fencing, journal, organization, outcomes, relay, runs, supervisor, workspace
 from sovereign_agent.clock import ManualClock, micros
 from sovereign_agent.errors import Contention, LedgerUnavailable, SchemaMismatch
 from sovereign_agent.fencing import ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL
@@ -456,6 +456,7 @@ def late_worker(org: Organization, barrier: Any, rounds: int) -> dict[str, str]:
         return proposal
 
     organization.invoke_actor = late
+    runs.Keeper._keep = lambda keeper: keeper._over.wait()  # a worker is late because its keeper was
     for _ in range(rounds):
         _, _, assignment = governed_work(org)
         said[assignment.id] = answer(org.run_assignment, assignment.id)
@@ -547,7 +548,7 @@ def test_expiry_alone_refuses_nothing_and_whoever_acts_first_is_the_only_one(
     late = Organization(org.root, clock=clock)
 
     def lasts_too_long(*args: Any) -> Any:
-        clock.advance(EXECUTION_ATTEMPT_TTL - timedelta(microseconds=1))
+        clock.advance(late.settings.authority.attempt_ttl - timedelta(microseconds=1))
         assert tick(late).recovered_assignments == ()
         clock.advance(timedelta(microseconds=1) + late_by)
         return works(*args)
@@ -570,7 +571,7 @@ def spoil_sow(org: Organization, attempt: ExecutionAttempt) -> None:
 
 def write_a_receipt_too_early(org: Organization, attempt: ExecutionAttempt) -> None:
     with org.db.transaction() as connection:
-        journal.write_receipt(connection, fencing.lost_receipt(attempt), at=org.db.now())
+        journal.write_receipt(connection, journal.lost_receipt(attempt), at=org.db.now())
 
 
 IMPOSSIBLE = pytest.mark.parametrize(

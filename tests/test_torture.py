@@ -46,7 +46,7 @@ class Story:
         self.programs: list[Program] = []
         monkeypatch.setattr(organization, "invoke_actor", self._invoke)
 
-    def _invoke(self, _settings: object, envelope: Envelope, _folder: object) -> Proposal:
+    def _invoke(self, _settings: object, envelope: Envelope, *_: object) -> Proposal:
         program = self.programs.pop(0)
         if isinstance(program, Proposal):
             return program
@@ -95,11 +95,18 @@ class Story:
         self.sow(outcome_id, lambda assignment_id: self.org.cancel(assignment_id, PRINCIPAL))
         self.sow(outcome_id, lambda _: self.recovered())
         self.sow(outcome_id, self.taken_over, COMPLETED)
+        self.parked(self.sow(outcome_id))
         self.org.assign(self.sow(outcome_id), OPERATOR, MASTER)
 
     def recovered(self) -> None:
         self.clock.advance(FAR)
         assert len(supervisor.tick(self.org).recovered_assignments) == 1
+
+    def parked(self, sow_id: str) -> None:
+        for _ in range(self.org.settings.authority.losses_before_parking):
+            self.run(sow_id, lambda _: self.recovered())
+        self.org.rule(sow_id, "once more", PRINCIPAL)
+        self.run(sow_id, COMPLETED)
 
     def taken_over(self, assignment_id: str) -> None:
         self.clock.advance(FAR)
@@ -272,6 +279,7 @@ BREACHES: dict[str, list[str]] = {
         "UPDATE sows SET state = 'COMPLETED' WHERE state = 'VERIFIED'",
         "DELETE FROM events WHERE kind LIKE 'sow.%'",
     ],
+    "parked work is given out again only after a ruling": ["DELETE FROM events WHERE kind = 'ruling.decided'"],
     "verified work was verified by somebody else": [
         "DELETE FROM verifications",
         "UPDATE verifications SET passed = 0",

@@ -10,6 +10,7 @@ The map of the house; whatever stands lower never imports what stands higher:
     faces        cli, commands/   the command line; no rule lives there
     reconciler   supervisor       ends what a dead worker left behind, and never guesses
     service      organization     who may do what, and the run of an assignment
+                 liveness         what can be said about a worker that is silent
                  runs             what a process holds while it runs one, and how a run ends
                  verdicts         what is found when the house looks for itself
     homes        relay            the actors' mailbox

@@ -95,16 +95,33 @@ class LedgerSettings(_Table):
 
 
 class AuthoritySettings(_Table):
-    """How long authority lasts without renewal, in seconds."""
+    """How long authority lasts without renewal, how often it is renewed, and where it ends for good."""
 
-    actor_lease_seconds: Seconds = 300.0
-    execution_attempt_seconds: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 900.0
+    actor_lease_seconds: Seconds = 60.0
+    execution_attempt_seconds: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 60.0
+    renew_seconds: Seconds | None = None
     maximum_run_seconds: Annotated[float, Field(ge=1, le=31_536_000, allow_inf_nan=False)] = 86_400.0
+    losses_before_parking: Annotated[int, Field(ge=1, le=1000)] = 3
 
     @property
-    def hosting_seconds(self) -> float:
-        """How long a run's lease lasts: as long as its attempt at least, because nothing renews it meanwhile."""
-        return max(self.actor_lease_seconds, self.execution_attempt_seconds)
+    def lease_ttl(self) -> timedelta:
+        """How long an actor's lease lasts without renewal."""
+        return timedelta(seconds=self.actor_lease_seconds)
+
+    @property
+    def attempt_ttl(self) -> timedelta:
+        """How long an execution attempt lasts without renewal."""
+        return timedelta(seconds=self.execution_attempt_seconds)
+
+    @property
+    def longest_renewal_seconds(self) -> float:
+        """A third of the shorter of the two: one renewal may fail, and there is still time for another."""
+        return min(self.actor_lease_seconds, self.execution_attempt_seconds) / 3
+
+    @property
+    def renewal_seconds(self) -> float:
+        """How often a run renews its authority."""
+        return self.renew_seconds or self.longest_renewal_seconds
 
     @property
     def maximum_run(self) -> timedelta:
@@ -339,6 +356,11 @@ def _judged(path: Path, text: str) -> Settings:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise _fault(path, text, _key_path(first["loc"]), *_in_words(first["type"], first["msg"])) from None
+    longest = settings.authority.longest_renewal_seconds
+    if settings.authority.renewal_seconds > longest:
+        reason = "authority must be renewed three times before it runs out"
+        mend = f"at most {longest:g}, a third of the shorter of actor_lease_seconds and execution_attempt_seconds"
+        raise _fault(path, text, ("authority", "renew_seconds"), reason, mend)
     for actor_id, actor in settings.actors.items():
         if complaint := _complaint(actor, settings):
             key, reason, mend = complaint

@@ -174,6 +174,12 @@ class Database:
         else:
             migrate.migrate(self.connection, component, migrations)
 
+    def release(self) -> None:
+        """Close this thread's connection, because the thread ends before the Database does."""
+        connection: Connection | None = getattr(self._local, "connection", None)
+        if connection is not None:
+            connection.close()
+
     def close(self) -> None:
         """Close every thread's connection. Idempotent."""
         self._closed = True

@@ -109,3 +109,36 @@ class ProviderFault(SovereignError):
 
 class ConfigurationFault(SovereignError, ValueError):
     """`sovereign.toml` is missing, unreadable or says what cannot be meant."""
+
+
+def actor_lease_lost(actor_id: str, fencing_token: int) -> AuthorityLost:
+    """The refusal for an act under a lease that is not the current one."""
+    return AuthorityLost(
+        f"The lease on actor {actor_id} under token {fencing_token} is no longer current.",
+        category="actor_lease_lost",
+        why="It ran out, was released, or another process has taken the actor over.",
+        inspect="sovereign-agent actor list",
+        next_command="repeat the command: it takes a new lease",
+    )
+
+
+def execution_attempt_lost(assignment_id: str, attempt_id: str) -> AuthorityLost:
+    """The refusal for an act under an attempt that is not the current one."""
+    return AuthorityLost(
+        f"Attempt {attempt_id} is no longer the current one of assignment {assignment_id}.",
+        category="execution_attempt_lost",
+        why="It was recovered, canceled or taken over while its process ran on. Nothing it did was recorded.",
+        inspect=f"sovereign-agent inspect {assignment_id}",
+        next_command="assign the work again: sovereign-agent assign",
+    )
+
+
+def lease_unconfirmed(assignment_id: str, why: str) -> AuthorityLost:
+    """The refusal for a run whose authority could not be confirmed before it might have run out."""
+    return AuthorityLost(
+        f"The authority to run assignment {assignment_id} could not be confirmed in time.",
+        category="lease_lost",
+        why=f"{why} Its program was stopped, and nothing that it did was recorded.",
+        inspect=f"sovereign-agent inspect {assignment_id}",
+        next_command="wait for a supervisor to record the loss, then: sovereign-agent assign",
+    )

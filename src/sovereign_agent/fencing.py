@@ -29,7 +29,13 @@ from typing import Any
 from sovereign_agent import journal, outcomes
 from sovereign_agent.clock import EPOCH, Clock, micros
 from sovereign_agent.database import Connection, Database, Row
-from sovereign_agent.errors import AlreadyHeld, AuthorityLost, ConstraintBroken
+from sovereign_agent.errors import (
+    AlreadyHeld,
+    AuthorityLost,
+    ConstraintBroken,
+    actor_lease_lost,
+    execution_attempt_lost,
+)
 from sovereign_agent.records import (
     AFTER_RECEIPT,
     ActorLease,
@@ -37,7 +43,6 @@ from sovereign_agent.records import (
     AttemptStatus,
     ExecutionAttempt,
     Receipt,
-    ReceiptStatus,
     SowState,
     from_row,
     new_id,
@@ -47,9 +52,6 @@ ACTOR_LEASE_TTL = timedelta(minutes=5)
 EXECUTION_ATTEMPT_TTL = timedelta(minutes=15)
 EXECUTION_ATTEMPT_MAXIMUM = timedelta(hours=24)
 """Beyond this no renewal reaches, however alive the process looks."""
-
-WORKER_LOST = "worker_lost"
-"""The one category of a receipt that another process had to write."""
 
 
 def new_process_identity() -> str:
@@ -117,19 +119,30 @@ def renew_actor_lease(
     Raises AuthorityLost (``actor_lease_lost``) unless token and identity match an unexpired lease.
     """
     with db.transaction() as connection:
-        connection.execute("SELECT 1 FROM actor_leases WHERE actor_id = ? <for update>", (actor_id,))
-        now = db.now(clock)
-        renewed = connection.execute(
-            """
-            UPDATE actor_leases SET expires_at = ?
-             WHERE actor_id = ? AND process_identity = ? AND fencing_token = ? AND expires_at > ?
-            RETURNING *
-            """,
-            (micros(now + ttl), actor_id, process_identity, fencing_token, micros(now)),
-        ).fetchone()
-        if renewed is None:
-            raise _lease_lost(actor_id, fencing_token)
-        return from_row(ActorLease, renewed)
+        lock_lease(connection, actor_id)
+        return renew_lease(connection, actor_id, process_identity, fencing_token, ttl=ttl, now=db.now(clock))
+
+
+def lock_lease(connection: Connection, actor_id: str) -> None:
+    """Keep an actor's lease from changing until the caller's transaction ends. It comes before any attempt's row."""
+    connection.execute("SELECT 1 FROM actor_leases WHERE actor_id = ? <for update>", (actor_id,))
+
+
+def renew_lease(
+    connection: Connection, actor_id: str, process_identity: str, fencing_token: int, *, ttl: timedelta, now: datetime
+) -> ActorLease:
+    """`renew_actor_lease` inside the caller's transaction, which has locked the lease before it read the clock."""
+    renewed = connection.execute(
+        """
+        UPDATE actor_leases SET expires_at = ?
+         WHERE actor_id = ? AND process_identity = ? AND fencing_token = ? AND expires_at > ?
+        RETURNING *
+        """,
+        (micros(now + ttl), actor_id, process_identity, fencing_token, micros(now)),
+    ).fetchone()
+    if renewed is None:
+        raise actor_lease_lost(actor_id, fencing_token)
+    return from_row(ActorLease, renewed)
 
 
 def acquire_or_renew_actor_lease(
@@ -164,8 +177,7 @@ def release_actor_lease(db: Database, actor_id: str, process_identity: str, fenc
 
 def release_lease(connection: Connection, actor_id: str, process_identity: str, fencing_token: int) -> bool:
     """`release_actor_lease` inside the caller's transaction."""
-    # Locked first: an attempt that is being inserted under this token must be seen by the DELETE.
-    connection.execute("SELECT 1 FROM actor_leases WHERE actor_id = ? <for update>", (actor_id,))
+    lock_lease(connection, actor_id)  # an attempt that is being inserted under this token must be seen by the DELETE
     released = connection.execute(
         """
         DELETE FROM actor_leases
@@ -232,7 +244,7 @@ def acquire_execution_attempt(
         held = active_attempt(connection, assignment_id)
         now = db.now(clock)
         if not _is_current(lease, process_identity, actor_lease_fencing_token, now):
-            raise _lease_lost(actor_id, actor_lease_fencing_token)
+            raise actor_lease_lost(actor_id, actor_lease_fencing_token)
         if held and not EPOCH <= held.expires_at <= now:
             raise _attempt_held(held)
         attempt = ExecutionAttempt(
@@ -252,7 +264,7 @@ def acquire_execution_attempt(
         )
         if held:
             _close_attempt(connection, held.id, AttemptStatus.RECOVERED)
-            _record_end(connection, held, lost_receipt(held), now, "assignment.recovered")
+            journal.record_end(connection, held, journal.lost_receipt(held), now, "assignment.recovered")
             outcomes.hand_over_assignment(connection, assignment_id, actor_id, held.id, attempt.id, now=now)
         else:
             outcomes.start_assignment(connection, assignment_id, actor_id, attempt.id, now=now)
@@ -282,22 +294,65 @@ def renew_execution_attempt(
 
     Raises AuthorityLost (``execution_attempt_lost``) unless token and identity match an unexpired attempt.
     """
+    key = (attempt_id, assignment_id, process_identity, fencing_token)
     with db.transaction() as connection:
-        connection.execute("SELECT 1 FROM execution_attempts WHERE id = ? <for update>", (attempt_id,))
-        now = db.now(clock)
-        until = micros(now + ttl)
-        renewed = connection.execute(
-            """
-            UPDATE execution_attempts SET expires_at = CASE WHEN deadline < ? THEN deadline ELSE ? END
-             WHERE id = ? AND assignment_id = ? AND process_identity = ? AND fencing_token = ?
-               AND status = 'ACTIVE' AND expires_at > ?
-            RETURNING *
-            """,
-            (until, until, attempt_id, assignment_id, process_identity, fencing_token, micros(now)),
-        ).fetchone()
-        if renewed is None:
-            raise attempt_lost(assignment_id, attempt_id)
-        return from_row(ExecutionAttempt, renewed)
+        _lock_attempt(connection, attempt_id)
+        return _renew_attempt(connection, key, ttl=ttl, now=db.now(clock))
+
+
+def renew_run(
+    db: Database,
+    attempt: ExecutionAttempt,
+    *,
+    attempt_ttl: timedelta,
+    lease_ttl: timedelta,
+    silent: timedelta,
+    step: str,
+    tolerance: timedelta,
+) -> timedelta:
+    """Hold on to an attempt and to the actor lease that it stands on: both or neither.
+
+    It also notes what the run's program shows of itself: for how long it has been silent, the step it is in, and how
+    much silence that step may take. Returns for how long both last, from the moment by which the ledger judged.
+    Raises AuthorityLost (``execution_attempt_lost``, ``actor_lease_lost``).
+    """
+    actor_id, process = attempt.actor_id, attempt.process_identity
+    key = (attempt.id, attempt.assignment_id, process, attempt.fencing_token)
+    with db.transaction() as connection:
+        lock_lease(connection, actor_id)
+        _lock_attempt(connection, attempt.id)
+        now = db.now()
+        run = _renew_attempt(connection, key, ttl=attempt_ttl, now=now)
+        lease = renew_lease(connection, actor_id, process, attempt.actor_lease_fencing_token, ttl=lease_ttl, now=now)
+        connection.execute(
+            "UPDATE execution_attempts SET progress_at = ?, step = ?, tolerance_seconds = ? WHERE id = ?",
+            (micros(now - silent), step, tolerance // timedelta(seconds=1), attempt.id),
+        )
+    return min(run.expires_at, lease.expires_at) - now
+
+
+def _lock_attempt(connection: Connection, attempt_id: str) -> None:
+    connection.execute("SELECT 1 FROM execution_attempts WHERE id = ? <for update>", (attempt_id,))
+
+
+def _renew_attempt(
+    connection: Connection, key: tuple[str, str, str, int], *, ttl: timedelta, now: datetime
+) -> ExecutionAttempt:
+    """Renew the attempt whose id, assignment, process identity and token are `key`. Its row is locked."""
+    attempt_id, assignment_id, _, _ = key
+    until = micros(now + ttl)
+    renewed = connection.execute(
+        """
+        UPDATE execution_attempts SET expires_at = CASE WHEN deadline < ? THEN deadline ELSE ? END
+         WHERE id = ? AND assignment_id = ? AND process_identity = ? AND fencing_token = ?
+           AND status = 'ACTIVE' AND expires_at > ?
+        RETURNING *
+        """,
+        (until, until, *key, micros(now)),
+    ).fetchone()
+    if renewed is None:
+        raise execution_attempt_lost(assignment_id, attempt_id)
+    return from_row(ExecutionAttempt, renewed)
 
 
 def verify_execution_attempt(db: Database, assignment_id: str, attempt_id: str) -> bool:
@@ -323,7 +378,7 @@ def release_execution_attempt(
     current attempt.
     """
     # The attempt's row before its assignment's, as everywhere: two enders must wait, not deadlock.
-    connection.execute("SELECT 1 FROM execution_attempts WHERE id = ? <for update>", (attempt_id,))
+    _lock_attempt(connection, attempt_id)
     at = now or connection.now()
     sow_id = outcomes.stop_assignment(connection, assignment_id, attempt_id, becomes, now=at)
     if sow_id:
@@ -352,7 +407,7 @@ def end_attempt(
     if not sow_id:
         return False
     recovered = ["assignment.recovered"] * (status is AttemptStatus.RECOVERED)
-    _record_end(connection, attempt, receipt, now, "assignment.finished", *recovered)
+    journal.record_end(connection, attempt, receipt, now, "assignment.finished", *recovered)
     outcomes.move_sow(connection, sow_id, (SowState.RUNNING,), sow_state, actor=attempt.actor_id, now=now)
     return True
 
@@ -368,9 +423,9 @@ def finish_own_attempt(connection: Connection, attempt: ExecutionAttempt, receip
         "SELECT fencing_token FROM actor_leases WHERE actor_id = ? <for share>", (attempt.actor_id,)
     ).fetchone()
     if not end_attempt(connection, attempt, AttemptStatus.DONE, receipt, now=now):
-        raise attempt_lost(attempt.assignment_id, attempt.id)
+        raise execution_attempt_lost(attempt.assignment_id, attempt.id)
     if lease is None or lease["fencing_token"] != attempt.actor_lease_fencing_token:
-        raise _lease_lost(attempt.actor_id, attempt.actor_lease_fencing_token)
+        raise actor_lease_lost(attempt.actor_id, attempt.actor_lease_fencing_token)
 
 
 def expired_execution_attempts(
@@ -426,39 +481,22 @@ def lock_expired_attempt(connection: Connection, attempt_id: str, clock: Clock |
     return now if row and row[0] <= micros(now) else None
 
 
-def lost_receipt(attempt: ExecutionAttempt) -> Receipt:
-    """The receipt of an attempt whose process never came back. It is always failed: unknown is not success."""
-    return Receipt(
-        id=new_id("rcp"),
-        assignment_id=attempt.assignment_id,
-        attempt_id=attempt.id,
-        actor_id=attempt.actor_id,
-        status=ReceiptStatus.FAILED,
-        failure_category=WORKER_LOST,
-        summary=(
-            f"The worker never ended attempt {attempt.id} (fencing token {attempt.fencing_token}), which ran out"
-            f" at {attempt.expires_at.isoformat()}. What it finished is unknown."
-        ),
-        detail={"attempt_id": attempt.id, "fencing_token": attempt.fencing_token},
-    )
-
-
 # --- workspaces still to be reclaimed ---------------------------------------------------------------------
 
 
-def attempts_to_reclaim(connection: Connection, *, after: str, limit: int) -> list[tuple[str, str]]:
-    """(attempt id, workspace policy) of ended attempts whose workspace nobody has dealt with yet, by id.
+def attempts_to_reclaim(connection: Connection, *, after: str, limit: int) -> list[tuple[str, str, str]]:
+    """(attempt id, workspace policy, host) of ended attempts whose workspace nobody has dealt with yet, by id.
 
     A page at a time: `after` is the last id of the page before, or empty.
     """
     rows = connection.execute(
         """
-        SELECT e.id, a.workspace_policy FROM execution_attempts e JOIN assignments a ON a.id = e.assignment_id
+        SELECT e.id, a.workspace_policy, e.host FROM execution_attempts e JOIN assignments a ON a.id = e.assignment_id
          WHERE e.workspace_open = 1 AND e.status <> 'ACTIVE' AND e.id > ? ORDER BY e.id LIMIT ?
         """,
         (after, limit),
     )
-    return [(row[0], row[1]) for row in rows]
+    return [(row[0], row[1], row[2]) for row in rows]
 
 
 def close_workspace(connection: Connection, attempt_id: str) -> None:
@@ -498,18 +536,6 @@ def _close_attempt(connection: Connection, attempt_id: str, status: AttemptStatu
         )
 
 
-def _record_end(connection: Connection, attempt: ExecutionAttempt, receipt: Receipt, at: datetime, *kinds: str) -> None:
-    journal.write_receipt(connection, receipt, at=at)
-    detail = {
-        "attempt_id": attempt.id,
-        "receipt_id": receipt.id,
-        "status": receipt.status.value,
-        "failure_category": receipt.failure_category,
-    }
-    for kind in kinds:
-        journal.record(connection, kind, attempt.assignment_id, actor=attempt.actor_id, at=at, detail=detail)
-
-
 def _is_current(lease: Row | None, process_identity: str, fencing_token: int, now: datetime) -> bool:
     return (
         lease is not None
@@ -539,25 +565,4 @@ def _attempt_held(held: ExecutionAttempt) -> AlreadyHeld:
         why=f"Attempt {held.id} runs it until {held.expires_at} at least. Wait, or revoke it if its process is gone.",
         inspect=f"sovereign-agent inspect {held.assignment_id}",
         next_command=f"sovereign-agent cancel {held.assignment_id} --by ACTOR",
-    )
-
-
-def _lease_lost(actor_id: str, fencing_token: int) -> AuthorityLost:
-    return AuthorityLost(
-        f"The lease on actor {actor_id} under token {fencing_token} is no longer current.",
-        category="actor_lease_lost",
-        why="It ran out, was released, or another process has taken the actor over.",
-        inspect="sovereign-agent actor list",
-        next_command="repeat the command: it takes a new lease",
-    )
-
-
-def attempt_lost(assignment_id: str, attempt_id: str) -> AuthorityLost:
-    """The refusal for a write under an attempt that is not the current one."""
-    return AuthorityLost(
-        f"Attempt {attempt_id} is no longer the current one of assignment {assignment_id}.",
-        category="execution_attempt_lost",
-        why="It was recovered, canceled or taken over while its process ran on. Nothing it did was recorded.",
-        inspect=f"sovereign-agent inspect {assignment_id}",
-        next_command="assign the work again: sovereign-agent assign",
     )

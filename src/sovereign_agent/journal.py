@@ -8,13 +8,20 @@ the `UNIQUE (attempt_id)` of receipts is what makes a second receipt for one att
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 from sovereign_agent.clock import micros
 from sovereign_agent.database import Connection
 from sovereign_agent.errors import IllegalMove
-from sovereign_agent.records import Event, Receipt, from_row
+from sovereign_agent.records import Event, ExecutionAttempt, Receipt, ReceiptStatus, from_row, new_id
+
+WORKER_LOST = "worker_lost"
+"""The one category of a receipt that another process had to write."""
+
+NO_EVIDENCE = MappingProxyType({"cause": "unknown"})
 
 
 def to_json(value: Any) -> str:
@@ -57,6 +64,58 @@ def write_receipt(connection: Connection, receipt: Receipt, *, at: datetime) -> 
             micros(at),
         ),
     )
+
+
+def record_end(connection: Connection, attempt: ExecutionAttempt, receipt: Receipt, at: datetime, *kinds: str) -> None:
+    """Append an attempt's receipt, and the events of each of `kinds` that name it."""
+    write_receipt(connection, receipt, at=at)
+    detail = {
+        "attempt_id": attempt.id,
+        "receipt_id": receipt.id,
+        "status": receipt.status.value,
+        "failure_category": receipt.failure_category,
+    }
+    for kind in kinds:
+        record(connection, kind, attempt.assignment_id, actor=attempt.actor_id, at=at, detail=detail)
+
+
+def lost_receipt(attempt: ExecutionAttempt, evidence: Mapping[str, Any] = NO_EVIDENCE) -> Receipt:
+    """The receipt of an attempt whose process never came back. It is always failed: unknown is not success.
+
+    `evidence` says what may have become of the process, and changes nothing.
+    """
+    return Receipt(
+        id=new_id("rcp"),
+        assignment_id=attempt.assignment_id,
+        attempt_id=attempt.id,
+        actor_id=attempt.actor_id,
+        status=ReceiptStatus.FAILED,
+        failure_category=WORKER_LOST,
+        summary=(
+            f"The worker never ended attempt {attempt.id} (fencing token {attempt.fencing_token}), which ran out"
+            f" at {attempt.expires_at.isoformat()}. What it finished is unknown."
+        ),
+        detail={"attempt_id": attempt.id, "fencing_token": attempt.fencing_token, "evidence": dict(evidence)},
+    )
+
+
+def losses_since_ruling(connection: Connection, sow_id: str) -> list[str]:
+    """The ids of a statement of work's ``worker_lost`` receipts since its last ruling, in the order of their attempts.
+
+    A ruling ends every assignment before it, so only later assignments count; later by the events' order, no clock's.
+    """
+    rows = connection.execute(
+        """
+        SELECT r.id FROM assignments a JOIN receipts r ON r.assignment_id = a.id
+          JOIN execution_attempts e ON e.id = r.attempt_id
+         WHERE a.sow_id = ? AND r.failure_category = 'worker_lost'
+           AND (SELECT min(seq) FROM events WHERE subject = a.id) >
+               (SELECT coalesce(max(seq), 0) FROM events WHERE subject = ? AND kind = 'ruling.decided')
+         ORDER BY e.fencing_token
+        """,
+        (sow_id, sow_id),
+    )
+    return [row[0] for row in rows]
 
 
 def receipts_of(connection: Connection, assignment_id: str) -> list[Receipt]:

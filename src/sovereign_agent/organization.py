@@ -17,18 +17,29 @@ nothing of the run becomes canonical: no receipt, no event, no file on disk.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sovereign_agent import configuration, fencing, journal, outcomes, providers, relay, runs, verdicts, workspace
+from sovereign_agent import (
+    configuration,
+    fencing,
+    journal,
+    liveness,
+    outcomes,
+    providers,
+    relay,
+    runs,
+    verdicts,
+    workspace,
+)
 from sovereign_agent.clock import Clock
 from sovereign_agent.configuration import Act, ActorSettings, ProviderSettings, Settings, resolve_reference
 from sovereign_agent.database import LEDGER_NAME, Connection, Database
-from sovereign_agent.errors import ConfigurationFault, IllegalMove, PolicyRefusal, SovereignError
+from sovereign_agent.errors import ConfigurationFault, IllegalMove, PolicyRefusal
 from sovereign_agent.providers.base import Envelope, OutcomeBrief, Proposal, SowBrief
 from sovereign_agent.providers.process import Leash
 from sovereign_agent.records import (
@@ -50,8 +61,6 @@ from sovereign_agent.records import (
 
 OPEN_OUTCOME = (OutcomeState.ACTIVE, OutcomeState.AT_RISK, OutcomeState.READY)
 TEXT_LIMIT_CHARACTERS = 4000
-
-log = logging.getLogger(__name__)
 
 
 class _LookedEnough(Exception):
@@ -85,8 +94,7 @@ class Organization:
             read_only=read_only,
             clock=clock,
         )
-        lease_ttl = timedelta(seconds=self.settings.authority.hosting_seconds)
-        self._host = runs.Host(self.db, self.process_identity, lease_ttl)
+        self._host = runs.Host(self.db, self.process_identity)
         try:
             for component, reference in self.settings.extensions.items():
                 self.db.extend(component, resolve_reference(reference, self.root))
@@ -198,7 +206,7 @@ class Organization:
 
         No run of it lasts longer than `maximum`, by default ``authority.maximum_run_seconds``.
 
-        Raises PolicyRefusal (``authority_refusal``, ``unknown_workspace_policy``), IllegalMove.
+        Raises PolicyRefusal (``authority_refusal``, ``unknown_workspace_policy``, ``parked``), IllegalMove.
         """
         self._authorize(planner_id, "assign")
         actor = self._authorize(actor_id, "execute")
@@ -206,6 +214,7 @@ class Organization:
         with self.db.immediate() as connection:
             sow = outcomes.get_sow(connection, sow_id)
             _require_open(outcomes.lock_outcome(connection, sow.outcome_id))
+            runs.require_unparked(connection, sow_id, self.settings.authority)
             if actor.role != sow.role:
                 raise _forbidden(
                     f"{sow_id} was not assigned to {actor_id}.", f"It needs a {sow.role}, and this is a {actor.role}."
@@ -223,18 +232,15 @@ class Organization:
     def cancel(self, assignment_id: str, actor_id: str) -> Assignment:
         """Call an assignment off.
 
-        A RUNNING one loses its attempt: its program may run on, but nothing it does becomes canonical, and its
-        receipt says ``interrupted``.
+        A RUNNING one loses its attempt: nothing its program does becomes canonical, it is stopped at its worker's next
+        renewal, and its receipt says ``interrupted``.
         Raises PolicyRefusal, Refusal (``assignment_missing``), IllegalMove when it has already ended.
         """
         self._authorize(actor_id, "cancel")
         with self.db.immediate() as connection:
             now = self.db.now()
             if not outcomes.cancel_created_assignment(connection, assignment_id, actor=actor_id, now=now):
-                attempt = fencing.active_attempt(connection, assignment_id)
-                if attempt is None or not runs.revoke(connection, attempt, actor_id, now=now):
-                    state = outcomes.get_assignment(connection, assignment_id).state
-                    raise outcomes.illegal_move("assignment", assignment_id, state, AssignmentState.CANCELED)
+                runs.revoke(connection, outcomes.get_assignment(connection, assignment_id), actor_id, now=now)
             return outcomes.get_assignment(connection, assignment_id)
 
     def cancel_sow(self, sow_id: str, actor_id: str) -> Sow:
@@ -267,40 +273,36 @@ class Organization:
         """Run an assignment's program and record how it ended.
 
         Raises AlreadyHeld (``actor_lease_held``, ``execution_attempt_held``) before anything is touched;
-        AuthorityLost (``execution_attempt_lost``, ``actor_lease_lost``) when the terminal write came too late;
+        AuthorityLost (``execution_attempt_lost``, ``actor_lease_lost``, ``lease_lost``) when its authority was lost,
+        and then nothing of the run is recorded;
         PolicyRefusal, IllegalMove, Refusal (``assignment_missing``). An interruption is recorded, then raised.
         """
         assignment = outcomes.get_assignment(self.db.connection, assignment_id)
-        with self._host.hosting(assignment.actor_id) as lease:
+        with self._host.hosting(assignment.actor_id, self.settings.authority.lease_ttl) as lease:
             settings = self._may_run(assignment)
-            attempt = fencing.acquire_execution_attempt(
-                self.db,
-                assignment_id,
-                assignment.actor_id,
-                self.process_identity,
-                lease.fencing_token,
-                ttl=timedelta(seconds=self.settings.authority.execution_attempt_seconds),
+            return self._host.run(
+                self.root,
+                assignment,
+                lease,
+                partial(self._propose, assignment, settings),
+                authority=self.settings.authority,
+                room=timedelta(seconds=getattr(settings, "grace_seconds", 0.0)),
+                process=liveness.this_process(),
             )
-            try:
-                receipt = runs.receipt_for(attempt, self._propose(assignment, attempt, settings))
-            except Exception as error:
-                log.exception("run of %s failed inside this program", assignment_id)
-                receipt = runs.failure(attempt, "internal_error", f"{type(error).__name__}: {error}")
-            except BaseException as error:
-                why = f"The worker was interrupted ({type(error).__name__})."
-                with suppress(SovereignError):  # lost or not: whoever interrupts must not be answered with a refusal
-                    self._host.end(self.root, assignment, attempt, runs.failure(attempt, "interrupted", why))
-                raise
-            return self._host.end(self.root, assignment, attempt, receipt)
 
     def _may_run(self, assignment: Assignment) -> ProviderSettings:
         """All that can be refused before anything is touched."""
         workspace.check_policy(assignment.workspace_policy)
         workspace.check_root(self.root)
         actor = self._authorize(assignment.actor_id, "execute")
-        return self.settings.providers[actor.provider]
+        settings = self.settings.providers[actor.provider]
+        return settings.model_copy(
+            update={"timeout_seconds": min(settings.timeout_seconds, assignment.maximum_seconds)}
+        )
 
-    def _propose(self, assignment: Assignment, attempt: ExecutionAttempt, settings: ProviderSettings) -> Proposal:
+    def _propose(
+        self, assignment: Assignment, settings: ProviderSettings, attempt: ExecutionAttempt, leash: Leash
+    ) -> Proposal:
         connection = self.db.connection
         sow = outcomes.get_sow(connection, assignment.sow_id)
         outcome = outcomes.get_outcome(connection, sow.outcome_id)
@@ -312,7 +314,7 @@ class Organization:
             sow=SowBrief(id=sow.id, scope=sow.scope, required_effect_kind=sow.required_effect_kind),
             rulings=tuple(ruling.decision for ruling in outcomes.rulings_of(connection, sow.id)),
         )
-        return invoke_actor(settings, envelope, workspace.allocate(self.root, attempt.id), Leash())
+        return invoke_actor(settings, envelope, workspace.allocate(self.root, attempt.id), leash)
 
     def record_effect(
         self, connection: Connection, assignment_id: str, kind: str, detail: dict[str, Any], recorded_by: str

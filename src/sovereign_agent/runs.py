@@ -12,17 +12,29 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
-from sovereign_agent import fencing, journal, workspace
+from sovereign_agent import fencing, journal, outcomes, workspace
 from sovereign_agent.clock import monotonic
+from sovereign_agent.configuration import AuthoritySettings
 from sovereign_agent.database import Connection, Database
-from sovereign_agent.errors import AlreadyHeld, AuthorityLost, Contention, LedgerUnavailable, SovereignError
+from sovereign_agent.errors import (
+    AlreadyHeld,
+    AuthorityLost,
+    Contention,
+    LedgerUnavailable,
+    PolicyRefusal,
+    SovereignError,
+    execution_attempt_lost,
+    lease_unconfirmed,
+)
 from sovereign_agent.providers.base import SUMMARY_LIMIT, Proposal
+from sovereign_agent.providers.process import Leash
 from sovereign_agent.records import (
     ActorLease,
     Assignment,
@@ -38,26 +50,100 @@ ENDED_RUN_PATIENCE_SECONDS = 60.0
 """How long a finished run waits for a busy or unreachable ledger before it gives its result up for lost."""
 
 PAUSE_SECONDS = 0.1
+LEASE_LOST = "lease_lost"
+MARGIN = 0.1
+"""The last part of an authority's time, in which its program must already be stopped."""
+
+STEP_LIMIT = 200
+STOP_REQUESTED = "assignment.stop_requested"
 
 log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """Keeps the authority of one run alive while its program works, from a thread and a session of its own.
+
+    It renews attempt and lease together, and each confirmation lengthens the program's leash, counted from before it
+    was asked for. A refusal, or none in time, or its own unexpected end, is the loss: the leash is cut.
+    """
+
+    def __init__(self, db: Database, attempt: ExecutionAttempt, authority: AuthoritySettings) -> None:
+        self.attempt = attempt
+        self.leash = Leash()
+        self.lost: AuthorityLost | None = None
+        self._db = db
+        self._authority = authority
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name=f"keeper of {attempt.id}", daemon=True)
+
+    def start(self, asked_at: float, lasts: timedelta) -> Leash:
+        """Begin to renew what was asked for at `asked_at` (monotonic); give the leash for the program."""
+        self._confirmed(asked_at, lasts)
+        self._thread.start()
+        return self.leash
+
+    def close(self) -> None:
+        """Leave the authority to itself, and wait for the thread and its session to end."""
+        self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _keep(self) -> None:
+        try:
+            while not self._over.wait(self._next_at - monotonic()):
+                self._renew()
+        except AuthorityLost as refusal:
+            self._lose(refusal)
+        except BaseException as error:  # noqa: BLE001 - whatever ends a keeper, its silence must not pass for authority
+            self._lose(lease_unconfirmed(self.attempt.assignment_id, f"{type(error).__name__}: {error}."))
+        finally:
+            self._db.release()
+
+    def _renew(self) -> None:
+        asked_at = monotonic()
+        try:
+            lasts = fencing.renew_run(
+                self._db,
+                self.attempt,
+                attempt_ttl=self._authority.attempt_ttl,
+                lease_ttl=self._authority.lease_ttl,
+                silent=timedelta(seconds=asked_at - self.leash.progress_at),
+                step=_storable(self.leash.step, STEP_LIMIT),
+                tolerance=timedelta(seconds=self.leash.tolerance_seconds),
+            )
+        except (Contention, LedgerUnavailable) as error:
+            if monotonic() >= self._until:
+                raise lease_unconfirmed(self.attempt.assignment_id, f"{error} {error.why}") from error
+            self._next_at = monotonic() + PAUSE_SECONDS
+        else:
+            self._confirmed(asked_at, lasts)
+
+    def _confirmed(self, asked_at: float, lasts: timedelta) -> None:
+        margin = MARGIN * min(self._authority.actor_lease_seconds, self._authority.execution_attempt_seconds)
+        self._until = asked_at + lasts.total_seconds() - margin
+        self._next_at = asked_at + self._authority.renewal_seconds
+        self.leash.extend(self._until - monotonic())
+
+    def _lose(self, lost: AuthorityLost) -> None:
+        self.lost = lost
+        self.leash.cut(LEASE_LOST)
 
 
 class Host:
     """The actors that one process hosts. Runs of one actor share its lease; the last one gives it back."""
 
-    def __init__(self, db: Database, process_identity: str, ttl: timedelta) -> None:
+    def __init__(self, db: Database, process_identity: str) -> None:
         self._db = db
         self._process_identity = process_identity
-        self._ttl = ttl
         self._lock = threading.Lock()
         self._runs: Counter[int] = Counter()  # by the token of the lease that they stand on
         self._tidy: list[str] = []  # attempts whose folder is dealt with; noted when the lease is given back
 
     @contextmanager
-    def hosting(self, actor_id: str) -> Generator[ActorLease]:
+    def hosting(self, actor_id: str, ttl: timedelta) -> Generator[ActorLease]:
         """Hold an actor's lease. Raises AlreadyHeld (``actor_lease_held``)."""
         with self._lock:
-            lease = self._take(actor_id)
+            lease = self._take(actor_id, ttl)
             self._runs[lease.fencing_token] += 1
         try:
             yield lease
@@ -65,14 +151,12 @@ class Host:
             with self._lock:
                 self._leave(lease)
 
-    def _take(self, actor_id: str) -> ActorLease:
+    def _take(self, actor_id: str, ttl: timedelta) -> ActorLease:
         held = fencing.current_actor_lease(self._db, actor_id)
         if held is None or not self._runs[held.fencing_token]:
-            return fencing.acquire_or_renew_actor_lease(self._db, actor_id, self._process_identity, ttl=self._ttl)
+            return fencing.acquire_or_renew_actor_lease(self._db, actor_id, self._process_identity, ttl=ttl)
         try:
-            return fencing.renew_actor_lease(
-                self._db, actor_id, self._process_identity, held.fencing_token, ttl=self._ttl
-            )
+            return fencing.renew_actor_lease(self._db, actor_id, self._process_identity, held.fencing_token, ttl=ttl)
         except AuthorityLost as error:  # a new token would undercut the runs that stand on the old one
             raise AlreadyHeld(
                 f"Actor {actor_id} was not leased.",
@@ -96,11 +180,59 @@ class Host:
         except SovereignError as error:  # it runs out by itself; how the run ended is already settled
             log.warning("lease on %s was not released: %s", lease.actor_id, error)
 
-    def end(self, root: Path, assignment: Assignment, attempt: ExecutionAttempt, receipt: Receipt) -> Receipt:
+    def run(
+        self,
+        root: Path,
+        assignment: Assignment,
+        lease: ActorLease,
+        propose: Callable[[ExecutionAttempt, Leash], Proposal],
+        *,
+        authority: AuthoritySettings,
+        room: timedelta,
+        process: Mapping[str, Any],
+    ) -> Receipt:
+        """Take the attempt, let `propose` run the program under it, and write down how that ended.
+
+        No renewal reaches beyond the assignment's maximum and `room` to end the program in. `process` is the evidence
+        that stays of this one. Raises as `fencing.acquire_execution_attempt` and `finish` do, and AuthorityLost
+        (``lease_lost``) when no renewal was confirmed in time; an interruption is recorded, then raised.
+        """
+        asked_at = monotonic()
+        attempt = fencing.acquire_execution_attempt(
+            self._db,
+            assignment.id,
+            assignment.actor_id,
+            self._process_identity,
+            lease.fencing_token,
+            ttl=authority.attempt_ttl,
+            maximum=timedelta(seconds=assignment.maximum_seconds) + room + authority.attempt_ttl,
+            host=str(process["host"]),
+            process=process,
+        )
+        lasts = min(attempt.expires_at, lease.expires_at) - attempt.acquired_at
+        with closing(Keeper(self._db, attempt, authority)) as keeper:
+            try:
+                receipt = receipt_for(attempt, propose(attempt, keeper.start(asked_at, lasts)))
+            except Exception as error:
+                log.exception("run of %s failed inside this program", assignment.id)
+                receipt = failure(attempt, "internal_error", f"{type(error).__name__}: {error}")
+            except BaseException as error:
+                why = f"The worker was interrupted ({type(error).__name__})."
+                with suppress(SovereignError):  # lost or not: whoever interrupts must not be answered with a refusal
+                    note_stop_request(self._db, attempt, why)
+                with suppress(SovereignError):
+                    self._end(root, assignment, keeper, failure(attempt, "interrupted", why))
+                raise
+            return self._end(root, assignment, keeper, receipt)
+
+    def _end(self, root: Path, assignment: Assignment, keeper: Keeper, receipt: Receipt) -> Receipt:
         """End one's own run: the terminal write, and only then what follows on disk. Raises as `finish` does.
 
         Interrupted while it waits for the ledger, it tries once more before it gives way: the work is done.
         """
+        attempt = keeper.attempt
+        if keeper.lost or receipt.failure_category == LEASE_LOST:
+            raise keeper.lost or self._refusal(attempt)
         try:
             written = finish(self._db, attempt, receipt)
         except (KeyboardInterrupt, SystemExit):
@@ -113,6 +245,13 @@ class Host:
         except (SovereignError, OSError) as error:  # the result is durable: what is left is a later tick's
             log.warning("the folder of %s is left to the supervisor: %s", attempt.id, error)
         return written
+
+    def _refusal(self, attempt: ExecutionAttempt) -> AuthorityLost:
+        """Why a run is over whose leash ran out before its keeper had an answer: in the ledger's words, if any."""
+        with suppress(SovereignError):
+            if not fencing.verify_execution_attempt(self._db, attempt.assignment_id, attempt.id):
+                return execution_attempt_lost(attempt.assignment_id, attempt.id)
+        return lease_unconfirmed(attempt.assignment_id, "The leash of its program had run out.")
 
 
 def receipt_for(attempt: ExecutionAttempt, proposal: Proposal) -> Receipt:
@@ -172,18 +311,61 @@ def _finish_once(db: Database, attempt: ExecutionAttempt, receipt: Receipt) -> R
         raise
 
 
-def revoke(connection: Connection, attempt: ExecutionAttempt, actor_id: str, *, now: datetime) -> bool:
+def losses_that_park(connection: Connection, sow_id: str, authority: AuthoritySettings) -> list[str]:
+    """The receipts of a statement of work that has lost too many workers since its last ruling, else none."""
+    lost = journal.losses_since_ruling(connection, sow_id)
+    return lost if len(lost) >= authority.losses_before_parking else []
+
+
+def park(connection: Connection, attempt: ExecutionAttempt, authority: AuthoritySettings, *, now: datetime) -> None:
+    """After the loss of a worker: note that its statement of work waits for a ruling, if it has lost too many."""
+    sow_id = outcomes.get_assignment(connection, attempt.assignment_id).sow_id
+    if lost := losses_that_park(connection, sow_id, authority):
+        detail = {"receipts": lost}
+        journal.record(connection, "sow.parked", sow_id, actor=attempt.actor_id, at=now, detail=detail)
+
+
+def require_unparked(connection: Connection, sow_id: str, authority: AuthoritySettings) -> None:
+    """Refuse to give out work that kills its workers. Raises PolicyRefusal (``parked``)."""
+    if lost := losses_that_park(connection, sow_id, authority):
+        raise PolicyRefusal(
+            f"{sow_id} was not assigned.",
+            category="parked",
+            why=f"{len(lost)} workers were lost over it ({', '.join(lost[-3:])}), and another would be, too.",
+            inspect=f"sovereign-agent inspect {sow_id}",
+            next_command=f"sovereign-agent ruling decide {sow_id} --decision TEXT --by ACTOR",
+        )
+
+
+def note_stop_request(db: Database, attempt: ExecutionAttempt, why: str) -> None:
+    """Leave a trace that somebody asked this worker to stop, should it be killed before it can end its run."""
+    with db.immediate() as connection:
+        current = fencing.active_attempt(connection, attempt.assignment_id)
+        if current and current.id == attempt.id:
+            detail = {"attempt_id": attempt.id, "why": why}
+            subject, actor = attempt.assignment_id, attempt.actor_id
+            journal.record(connection, STOP_REQUESTED, subject, actor=actor, at=db.now(), detail=detail)
+
+
+def was_asked_to_stop(connection: Connection, attempt: ExecutionAttempt) -> bool:
+    """Whether the worker of a lost attempt has left the trace of `note_stop_request`."""
+    events = journal.events_of(connection, attempt.assignment_id)
+    return any(event.kind == STOP_REQUESTED and event.detail["attempt_id"] == attempt.id for event in events)
+
+
+def revoke(connection: Connection, assignment: Assignment, actor_id: str, *, now: datetime) -> None:
     """Take a run from its process, asking it nothing: CANCELED, a receipt ``interrupted``, the actor freed.
 
-    False, and nothing changed, when the attempt had already ended.
+    Its next renewal is refused, and so its program is stopped. Raises IllegalMove when it does not run.
     """
-    receipt = failure(attempt, "interrupted", f"Canceled by {actor_id} while it ran. What it finished is unknown.")
-    if not fencing.end_attempt(
-        connection, attempt, AttemptStatus.RECOVERED, receipt, becomes=AssignmentState.CANCELED, now=now
+    fencing.lock_lease(connection, assignment.actor_id)
+    attempt = fencing.active_attempt(connection, assignment.id)
+    to, why = AssignmentState.CANCELED, f"Canceled by {actor_id} while it ran. What it finished is unknown."
+    if attempt is None or not fencing.end_attempt(
+        connection, attempt, AttemptStatus.RECOVERED, failure(attempt, "interrupted", why), becomes=to, now=now
     ):
-        return False
+        raise outcomes.illegal_move("assignment", assignment.id, assignment.state, to)
     fencing.release_lease(connection, attempt.actor_id, attempt.process_identity, attempt.actor_lease_fencing_token)
-    return True
 
 
 def free(connection: Connection, actor_id: str, authority_id: str, *, now: datetime) -> bool:
@@ -216,6 +398,6 @@ def apply_workspace_policy(root: Path, attempt_id: str, policy: str, receipt: Re
     return reclaim
 
 
-def _storable(text: str) -> str:
+def _storable(text: str, limit: int = SUMMARY_LIMIT) -> str:
     """Text that any ledger can keep: without NUL, whole characters only, not without end."""
-    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")[:SUMMARY_LIMIT]
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")[:limit]

@@ -5,7 +5,7 @@ One `tick` does four things, in this order, and nothing else:
     1. report the actor leases that have run out       it reads only: running out is no fault
     2. put mailbox claims that have run out back
     3. recover abandoned assignments                   FAILED, worker_lost, one receipt
-    4. apply the workspace policy to what has ended    after the ledger is true, never before
+    4. apply the workspace policy to what has ended    after the ledger is true, never before, and on its own host
 
 It creates no work, reads no signal, kills no process, installs itself nowhere, and never guesses: a report on
 disk that says "completed" was left by somebody who did not finish, so it is kept and not believed. Any number
@@ -20,43 +20,53 @@ whoever loses it writes nothing.
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from sovereign_agent import fencing, journal, relay, runs
+from sovereign_agent import fencing, journal, liveness, relay, runs
 from sovereign_agent.clock import Clock
-from sovereign_agent.database import Database
 from sovereign_agent.errors import Contention, LedgerUnavailable, SovereignError
-from sovereign_agent.fencing import WORKER_LOST
+from sovereign_agent.journal import WORKER_LOST
+from sovereign_agent.liveness import Sight
 from sovereign_agent.organization import Organization
 from sovereign_agent.records import ActorLease, AttemptStatus, ExecutionAttempt, Receipt
 
 __all__ = ["TICK_INTERVAL_SECONDS", "WORKER_LOST", "SupervisorReport", "recover_abandoned_assignments", "run", "tick"]
 
 T = TypeVar("T")
+Batch = list[tuple[ExecutionAttempt, dict[str, Any]]]
 
 TICK_INTERVAL_SECONDS = 2.0
 FINALIZERS = ("__del__", "_vanished")
 """Functions that Python calls while it collects: what is raised in one is printed and lost."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PENDING_SHOWN = 100
+CAUSES = {Sight.REBOOTED: "host_rebooted", Sight.ALIVE: "lease_starved", Sight.STOPPED: "lease_starved"}
+"""What the sight of a worker's process says about its loss. One that is gone needs more than a look."""
+
 RECOVERY_BATCH = 50
 """How many recoveries share one transaction: few enough that work can be claimed in between."""
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisorReport:
-    """What one tick saw and did. `problems` are sentences about rows and folders it could not deal with."""
+    """What one tick saw and did. `problems` are sentences about rows and folders it could not deal with.
+
+    `reclaim_pending` are the first ended attempts whose folder lies on another host, for a supervisor there.
+    """
 
     expired_actor_leases: tuple[ActorLease, ...]
     swept_mailbox_claims: tuple[str, ...]
     recovered_assignments: tuple[str, ...]
     problems: tuple[str, ...] = ()
+    reclaim_pending: tuple[str, ...] = ()
 
 
 def tick(org: Organization, clock: Clock | None = None) -> SupervisorReport:
@@ -65,13 +75,12 @@ def tick(org: Organization, clock: Clock | None = None) -> SupervisorReport:
     leases = _unless_broken(lambda: fencing.expired_actor_leases(org.db, clock), "leases", problems)
     swept = _unless_broken(lambda: relay.sweep_expired_claims(org.db, clock), "mailbox claims", problems)
     recovered = _recover(org, clock, problems)
-    _apply_workspace_policies(org, problems)
+    pending = _apply_workspace_policies(org, problems)
     problems += [
         f"Assignment {one} is RUNNING without an ACTIVE attempt." for one in fencing.orphans(org.db.connection)
     ]
-    return SupervisorReport(
-        tuple(leases), tuple(swept), tuple(receipt.assignment_id for receipt in recovered), tuple(problems)
-    )
+    ended = tuple(receipt.assignment_id for receipt in recovered)
+    return SupervisorReport(tuple(leases), tuple(swept), ended, tuple(problems), tuple(pending[:PENDING_SHOWN]))
 
 
 def recover_abandoned_assignments(org: Organization, clock: Clock | None = None) -> tuple[Receipt, ...]:
@@ -141,49 +150,71 @@ def _recover(org: Organization, clock: Clock | None, problems: list[str]) -> lis
         )
         if not batch:
             return recovered
-        won = _recover_batch(org.db, batch, clock, problems)
+        won = _recover_batch(org, [(attempt, _evidence(org, attempt)) for attempt in batch], clock, problems)
         recovered += won
         passed_over |= {attempt.id for attempt in batch} - {receipt.attempt_id for receipt in won}
 
 
-def _recover_batch(
-    db: Database, batch: list[ExecutionAttempt], clock: Clock | None, problems: list[str]
-) -> list[Receipt]:
+def _evidence(org: Organization, attempt: ExecutionAttempt) -> dict[str, Any]:
+    """What may have become of a lost worker, as far as it can be seen from here. It changes no verdict."""
+    try:
+        evidence = liveness.look(attempt.process)
+        stop_requested = runs.was_asked_to_stop(org.db.connection, attempt)
+    except (Contention, LedgerUnavailable):
+        raise
+    except Exception as error:  # noqa: BLE001 - no want of evidence keeps a recovery waiting
+        return {"cause": "unknown", "fault": type(error).__name__}
+    cause = CAUSES.get(evidence.seen, "unknown")
+    if evidence.seen is Sight.GONE:
+        cause = "out_of_memory" if evidence.oom_kills else "killed_by_operator" if stop_requested else "unknown"
+    seen = {"process": evidence.seen.value, "oom_kills": evidence.oom_kills, "stop_requested": stop_requested}
+    return {"cause": cause, "host": attempt.host, **seen}
+
+
+def _recover_batch(org: Organization, batch: Batch, clock: Clock | None, problems: list[str]) -> list[Receipt]:
     """One transaction for all; if that fails, one for each, so that a bad row stands alone."""
     try:
-        return _recover_together(db, batch, clock)
+        return _recover_together(org, batch, clock)
     except (Contention, LedgerUnavailable):
         raise
     except Exception as error:  # noqa: BLE001 - a row that cannot be fails in ways that nobody listed
         if len(batch) == 1:
-            problems.append(f"Attempt {batch[0].id} of {batch[0].assignment_id} cannot be recovered: {error}")
+            ((attempt, _),) = batch
+            problems.append(f"Attempt {attempt.id} of {attempt.assignment_id} cannot be recovered: {error}")
             return []
-    return [receipt for attempt in batch for receipt in _recover_batch(db, [attempt], clock, problems)]
+    return [receipt for each in batch for receipt in _recover_batch(org, [each], clock, problems)]
 
 
-def _recover_together(db: Database, batch: list[ExecutionAttempt], clock: Clock | None) -> list[Receipt]:
+def _recover_together(org: Organization, batch: Batch, clock: Clock | None) -> list[Receipt]:
     won: list[Receipt] = []
-    with db.immediate() as connection:
-        for attempt in batch:
-            now = fencing.lock_expired_attempt(connection, attempt.id, clock or db.clock)
-            receipt = fencing.lost_receipt(attempt)
+    with org.db.immediate() as connection:
+        for attempt, evidence in batch:
+            now = fencing.lock_expired_attempt(connection, attempt.id, clock or org.db.clock)
+            receipt = journal.lost_receipt(attempt, evidence)
             if now and fencing.end_attempt(connection, attempt, AttemptStatus.RECOVERED, receipt, now=now):
+                runs.park(connection, attempt, org.settings.authority, now=now)
                 won.append(replace(receipt, created_at=now))
     return won
 
 
-def _apply_workspace_policies(org: Organization, problems: list[str]) -> None:
-    """Deal with every ended run's folder that nobody has dealt with.
+def _apply_workspace_policies(org: Organization, problems: list[str]) -> list[str]:
+    """Deal with every ended run's folder on this host that nobody has dealt with; name those on other hosts.
 
     After a recovery, a cancellation, or a worker's death between its terminal write and its clean-up.
     """
-    last = ""
+    last, here, pending = "", ("", socket.gethostname()), list[str]()
     while page := fencing.attempts_to_reclaim(org.db.connection, after=last, limit=RECOVERY_BATCH):
-        dealt_with = [attempt_id for attempt_id, policy in page if _deal_with_folder(org, attempt_id, policy, problems)]
+        pending += [attempt_id for attempt_id, _, host in page if host not in here]
+        dealt_with = [
+            attempt_id
+            for attempt_id, policy, host in page
+            if host in here and _deal_with_folder(org, attempt_id, policy, problems)
+        ]
         with org.db.transaction() as connection:
             for attempt_id in dealt_with:
                 fencing.close_workspace(connection, attempt_id)
-        last, _ = page[-1]
+        last = page[-1][0]
+    return pending
 
 
 def _deal_with_folder(org: Organization, attempt_id: str, policy: str, problems: list[str]) -> bool:

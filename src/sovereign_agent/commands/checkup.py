@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from sovereign_agent import configuration, fencing, relay
+from sovereign_agent import configuration, fencing, liveness, relay
 from sovereign_agent.clock import LAST_MICROS, moment
 from sovereign_agent.commands.printing import plain
 from sovereign_agent.configuration import AgentSettings, CommandSettings, ProviderSettings, ScriptedSettings, Settings
@@ -26,6 +28,9 @@ from sovereign_agent.organization import Organization
 WAL_WARNING_BYTES = 64 * 2**20
 LOOKED_AT = 10_000
 """How many leases, attempts, claims and folders are looked at, each."""
+WORKERS_JUDGED = 200
+"""How many running attempts are judged, those that run out first."""
+HEALTHY = (liveness.Decision.WORKING, liveness.Decision.QUIET)
 RECONCILE = "sovereign-agent supervisor --once"
 RUN_FOLDER = Path(".sovereign", "runs", "any")
 UNUSABLE = {"settings": 2, "ledger": 4}
@@ -122,10 +127,35 @@ def _ledger(org: Organization) -> Iterator[Finding]:
         told = f"{len(those)}, {len(run_out)} of them run out"
         harmless = kind == "leases" or not run_out  # a lease that has run out is free to take, and nothing waits for it
         yield Finding(kind, Verdict.OK, told) if harmless else Finding(kind, Verdict.WARN, told, RECONCILE)
+    yield from _workers(org, now)
     yield _clock([one for those in held.values() for one in those if one.expires_at > now + 2 * one.ttl])
-    left = len(fencing.attempts_to_reclaim(org.db.connection, after="", limit=LOOKED_AT))
-    told = f"{left} still to be dealt with"
-    yield Finding("workspaces", Verdict.WARN, told, RECONCILE) if left else Finding("workspaces", Verdict.OK, told)
+    yield from _workspaces(org)
+
+
+def _workers(org: Organization, now: datetime) -> Iterator[Finding]:
+    """Every worker about which something is odd."""
+    for attempt in fencing.expired_execution_attempts(org.db, _end_of_time, limit=WORKERS_JUDGED):
+        told = liveness.assess(liveness.observe(org, attempt), now)
+        if told.decision not in HEALTHY:
+            found = f"{attempt.assignment_id} is {told.decision}: {' '.join(told.reasons)}"
+            yield Finding(
+                "worker", Verdict.WARN, found, told.next or f"sovereign-agent inspect {attempt.assignment_id}"
+            )
+
+
+def _workspaces(org: Organization) -> Iterator[Finding]:
+    """The folders of ended runs. Those on another host are a fact here, and work for a supervisor there."""
+    here = socket.gethostname()
+    left = Counter(
+        host or here for *_, host in fencing.attempts_to_reclaim(org.db.connection, after="", limit=LOOKED_AT)
+    )
+    told = f"{left[here]} still to be dealt with"
+    yield (
+        Finding("workspaces", Verdict.WARN, told, RECONCILE) if left[here] else Finding("workspaces", Verdict.OK, told)
+    )
+    for host, number in sorted(left.items()):
+        if host != here:
+            yield Finding("workspaces", Verdict.OK, f"{number} left to a supervisor on {host}")
 
 
 def _file_system(path: Path) -> Finding:
@@ -161,13 +191,13 @@ def _end_of_time() -> datetime:
 
 
 def _leases(org: Organization) -> list[_Held]:
-    ttl = timedelta(seconds=org.settings.authority.hosting_seconds)
+    ttl = max(org.settings.authority.lease_ttl, fencing.ACTOR_LEASE_TTL)  # who uses the library may take the latter
     leases = fencing.expired_actor_leases(org.db, _end_of_time, limit=LOOKED_AT)  # by then every one has run out
     return [_Held(lease.actor_id, lease.expires_at, ttl) for lease in leases]
 
 
 def _attempts(org: Organization) -> list[_Held]:
-    ttl = timedelta(seconds=org.settings.authority.execution_attempt_seconds)
+    ttl = max(org.settings.authority.attempt_ttl, fencing.EXECUTION_ATTEMPT_TTL)
     attempts = fencing.expired_execution_attempts(org.db, _end_of_time, limit=LOOKED_AT)
     return [_Held(attempt.assignment_id, attempt.expires_at, ttl) for attempt in attempts]
 

@@ -1,11 +1,13 @@
-"""`sovereign-agent demo crash`: the product in twenty seconds, with nothing simulated.
+"""`sovereign-agent demo crash`: the product in half a minute, with nothing simulated.
 
 Real worker processes of this program, real signals, a real supervisor process, a real clock, and leases that
 are short because the demo's own `sovereign.toml` says so. The scenes share one statement of work:
 
-    1. a worker is killed with SIGKILL after its program has left a report that says "completed"
+    1. a worker is killed with SIGKILL after its program has left a report that says "completed"; the program and a
+       helper of it, in a session of its own and deaf to SIGTERM, are ended with it
     2. a worker is stopped with SIGSTOP until it has been recovered, then continued
-    3. an explicit retry is completed, verified, reviewed and accepted
+    3. an explicit retry runs for three times as long as an attempt lasts, beside a supervisor; it is completed,
+       verified, reviewed and accepted
 
 What is printed was read from the ledger. This room decides nothing, and is no test: it shows what happened,
 and exits 1 if that is not what it promises.
@@ -27,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+import psutil
 import tomlkit
 from rich.console import Console
 from rich.markup import escape
@@ -42,17 +45,39 @@ from sovereign_agent.workspace import Workspace
 
 T = TypeVar("T")
 
-ACTOR_LEASE_SECONDS = 2.0
-EXECUTION_ATTEMPT_SECONDS = 3.0
+AUTHORITY_SECONDS = 4.0
+"""How long a lease and an attempt last here without renewal."""
+
+LONG_RUN_SECONDS = 3 * AUTHORITY_SECONDS
 DEADLINE_SECONDS = 60.0
 """No scene may take longer: a demo that hangs shows nothing."""
 
 PLANTED_REPORT = {"status": "completed", "summary": "All done, says a program whose worker never came back."}
 HONEST_REPORT = {"status": "completed", "summary": "The till agrees with the book.", "deliverables": ["till.txt"]}
-PROVIDERS: dict[str, list[dict[str, Any]]] = {
-    "dies-in-the-middle": [{"report": PLANTED_REPORT}, {"touch": "report-is-there"}, {"sleep": DEADLINE_SECONDS}],
-    "oversleeps": [{"wait_for": "go-on", "seconds": DEADLINE_SECONDS}, {"report": PLANTED_REPORT}],
-    "works": [{"write": "till.txt", "text": "counted: 412.50\n"}, {"report": HONEST_REPORT}],
+PROGRAM, HELPER = "the-program", "its-helper"
+"""The last words of the command lines by which we find the two."""
+
+PARENT_CODE = """
+import os, subprocess, sys, time
+from pathlib import Path
+Path(os.environ["SOVEREIGN_OUT"], "report.json").write_text(sys.argv[3])
+subprocess.Popen([sys.executable, "-c", *sys.argv[1:3]], start_new_session=True)
+time.sleep(120)
+"""
+HELPER_CODE = """
+import signal, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+Path("helper-is-deaf").touch()
+time.sleep(120)
+"""
+SLEEPER_CODE = "import time; time.sleep(120)"
+PARENT = [sys.executable, "-c", PARENT_CODE, HELPER_CODE, HELPER, json_text.dumps(PLANTED_REPORT), PROGRAM]
+WORK = [{"sleep": LONG_RUN_SECONDS}, {"write": "till.txt", "text": "counted: 412.50\n"}, {"report": HONEST_REPORT}]
+PROVIDERS: dict[str, dict[str, Any]] = {
+    "dies-in-the-middle": {"kind": "command", "argv": PARENT, "grace_seconds": 1.0},
+    "oversleeps": {"kind": "command", "argv": [sys.executable, "-c", SLEEPER_CODE, PROGRAM]},
+    "works": {"kind": "scripted", "steps": WORK},
 }
 CANONICAL_TABLES = {
     "events": "SELECT * FROM events",
@@ -89,11 +114,17 @@ def _as_promised(report: dict[str, Any]) -> bool:
     return (
         report["worker_reached_running"]
         and report["state_after_kill"] == "RUNNING"
+        and report["killed"]["program_gone"]
+        and report["killed"]["grandchild_gone"]
+        and report["killed"]["before_reclaim"]
         and report["recovered"]["failure_category"] == supervisor.WORKER_LOST
         and report["planted_report_kept"]
         and report["zombie"]["refusal"] == "execution_attempt_lost"
+        and report["zombie"]["program_gone"]
         and report["zombie"]["rows_written"] == 0
         and report["second_tick_recovered"] == 0
+        and report["healthy_long_run"]["status"] == "completed"
+        and report["healthy_long_run"]["seconds"] >= LONG_RUN_SECONDS
         and report["retry"]["outcome_state"] == "ACCEPTED"
     )
 
@@ -115,7 +146,7 @@ class CrashDemo:
         org.close()
         org = Organization(self.folder)
         self.say(f"An organization on {org.db.engine}, and its supervisor, a process of its own.")
-        self.say(f"A lease lasts {ACTOR_LEASE_SECONDS:g} s here, an attempt {EXECUTION_ATTEMPT_SECONDS:g} s.")
+        self.say(f"A lease and an attempt last {AUTHORITY_SECONDS:g} s here, unless their worker renews them.")
         outcome = org.create_outcome("Close the shop", "The till is counted.", [], "principal-human")
         org.activate(outcome.id, "principal-human")
         sow = org.create_sow(outcome.id, "Count the till", "operator", "master-course")
@@ -124,9 +155,10 @@ class CrashDemo:
             with _supervisor(self.folder):
                 report = self.kill_a_worker(org, sow.id)
                 report["zombie"] = self.wake_a_zombie(org, sow.id)
-            report["second_tick_recovered"] = len(supervisor.tick(org).recovered_assignments)
-            self.scene(f"Another tick finds nothing left to recover: {report['second_tick_recovered']}.")
-            report["retry"] = self.retry(org, outcome.id, sow.id)
+                report["second_tick_recovered"] = len(supervisor.tick(org).recovered_assignments)
+                self.scene(f"Another tick finds nothing left to recover: {report['second_tick_recovered']}.")
+                report["healthy_long_run"] = self.run_for_long(org, sow.id)
+            report["retry"] = self.judge(org, outcome.id, sow.id)
             return report
         finally:
             org.close()
@@ -139,14 +171,19 @@ class CrashDemo:
         """Scene 1: SIGKILL in the middle, a planted report, and the recovery."""
         assignment, worker = self.start_worker(org, sow_id, "dies-in-the-middle")
         run = self.await_running(org, assignment.id)
-        _eventually((run.path / "report-is-there").exists, "the program's report")
+        _eventually((run.path / "helper-is-deaf").exists, "the program's report and its helper")
+        program, helper = _descendant(worker, PROGRAM), _descendant(worker, HELPER)
         self.scene(f"A worker runs {assignment.id}. Its program has just left a report that says: completed.")
+        self.say(f"The program is process {program.pid}, and {helper.pid} a helper of it in a session of its own.")
         killed_at = monotonic()
         worker.kill()
         worker.wait()
         after_kill = outcomes.get_assignment(org.db.connection, assignment.id)
         held = after_kill.current_execution_attempt
         self.say(f"SIGKILL. The worker is gone; the ledger still says {after_kill.state}, attempt {held}.")
+        before_reclaim = _outlived(run, program, helper)
+        gone = round(monotonic() - killed_at, 2)
+        self.say(f"{gone} s later both processes are gone too, though the helper is deaf to SIGTERM.")
         self.await_end(org, assignment.id)
         seconds = round(monotonic() - killed_at, 2)
         ended = outcomes.get_assignment(org.db.connection, assignment.id)
@@ -158,6 +195,12 @@ class CrashDemo:
             "ledger": org.db.engine,
             "worker_reached_running": held is not None,
             "state_after_kill": after_kill.state.value,
+            "killed": {
+                "program_gone": not _lives(program),
+                "grandchild_gone": not _lives(helper),
+                "seconds_until_gone": gone,
+                "before_reclaim": before_reclaim,
+            },
             "recovered": {
                 "state": ended.state.value,
                 "failure_category": receipt.failure_category,
@@ -170,32 +213,48 @@ class CrashDemo:
     def wake_a_zombie(self, org: Organization, sow_id: str) -> dict[str, Any]:
         """Scene 2: a worker sleeps through the end of its attempt, and wakes up believing that it holds it."""
         assignment, worker = self.start_worker(org, sow_id, "oversleeps")
-        run = self.await_running(org, assignment.id)
+        self.await_running(org, assignment.id)
+        program = _descendant(worker, PROGRAM)
         worker.send_signal(signal.SIGSTOP)
         self.scene(f"The work is assigned again. This worker runs {assignment.id} and is stopped with SIGSTOP.")
         self.await_end(org, assignment.id)
-        self.say("Its attempt has run out and was recovered: FAILED. Now its program finishes, and SIGCONT wakes it.")
+        gone = not _lives(program)
+        self.say(f"Its attempt has run out and was recovered: FAILED. Its program is gone: {gone}. SIGCONT wakes it.")
         before = _canonical_rows(org)
-        (run.path / "go-on").touch()
         worker.send_signal(signal.SIGCONT)
         _, stderr = worker.communicate(timeout=DEADLINE_SECONDS)
         written = len(before ^ _canonical_rows(org))
         refusal = json_text.loads(stderr)["error"]["category"]
-        self.say(f"It tries to record its result and is refused: {refusal}. Rows it wrote: {written}.")
-        return {"refusal": refusal, "rows_written": written, "exit_code": worker.returncode}
+        self.say(f"It goes on as if it still held its work, and is refused: {refusal}. Rows it wrote: {written}.")
+        return {
+            "refusal": refusal,
+            "rows_written": written,
+            "exit_code": worker.returncode,
+            "program_gone": gone,
+        }
 
-    def retry(self, org: Organization, outcome_id: str, sow_id: str) -> dict[str, Any]:
-        """Scene 3: retrying is an explicit act, and its result is judged by others than its worker."""
+    def run_for_long(self, org: Organization, sow_id: str) -> dict[str, Any]:
+        """Scene 3: retrying is an explicit act, and a healthy worker keeps its authority for as long as it works."""
         assignment, worker = self.start_worker(org, sow_id, "works")
+        self.scene(f"The work is assigned once more, as {assignment.id}. This run takes {LONG_RUN_SECONDS:g} s.")
         worker.communicate(timeout=DEADLINE_SECONDS)
-        state = outcomes.get_assignment(org.db.connection, assignment.id).state
-        self.scene(f"The work is assigned once more, as {assignment.id}, and it ends {state}.")
+        receipt = journal.receipts_of(org.db.connection, assignment.id)[-1]
+        self.say(f"Its worker renewed its authority all the while, and it ends {receipt.status}.")
+        return {
+            "status": receipt.status.value,
+            "seconds": receipt.detail.get("duration_seconds", 0.0),
+            "attempt_ttl_seconds": AUTHORITY_SECONDS,
+        }
+
+    def judge(self, org: Organization, outcome_id: str, sow_id: str) -> dict[str, Any]:
+        """The result is judged by others than its worker."""
+        assignment = outcomes.assignments_of(org.db.connection, sow_id)[-1]
         verdict = org.verify_sow(sow_id, "verifier-course")
         reviewed = org.review(sow_id, "sparring-course").state
         accepted = org.accept(outcome_id, "principal-human").state
         self.say(f"Verified ({verdict.reason}), reviewed ({reviewed}), accepted: the outcome is {accepted}.")
         return {
-            "assignment_state": state.value,
+            "assignment_state": assignment.state.value,
             "verified": verdict.passed,
             "sow_state": reviewed.value,
             "outcome_state": accepted.value,
@@ -241,13 +300,13 @@ class CrashDemo:
 
 
 def _configure(folder: Path) -> None:
-    """Shorten the leases and add the three programs to the demo's own `sovereign.toml`."""
+    """Shorten the authority and add the three programs to the demo's own `sovereign.toml`."""
     path = folder / FILE_NAME
     document: Any = tomlkit.parse(path.read_text(encoding="utf-8"))
-    document["authority"]["actor_lease_seconds"] = ACTOR_LEASE_SECONDS
-    document["authority"]["execution_attempt_seconds"] = EXECUTION_ATTEMPT_SECONDS
-    for name, steps in PROVIDERS.items():
-        document["providers"][name] = {"kind": "scripted", "steps": steps, "timeout_seconds": 2 * DEADLINE_SECONDS}
+    for name in ("actor_lease_seconds", "execution_attempt_seconds"):
+        document["authority"][name] = AUTHORITY_SECONDS
+    for name, settings in PROVIDERS.items():
+        document["providers"][name] = settings | {"timeout_seconds": 2 * DEADLINE_SECONDS}
     path.write_text(tomlkit.dumps(document), encoding="utf-8")
 
 
@@ -274,6 +333,44 @@ def _supervisor(folder: Path) -> Generator[None]:
         process.wait(timeout=DEADLINE_SECONDS)
 
 
+def _descendant(worker: subprocess.Popen[str], word: str) -> psutil.Process:
+    """The living process below a worker whose command line ends with that word: its PID and its start time."""
+
+    def found() -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            return [each for each in psutil.Process(worker.pid).children(recursive=True) if _last_word(each) == word]
+        return []
+
+    return _eventually(found, f"the process {word}")[0]
+
+
+def _last_word(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return "".join(process.cmdline()[-1:])
+    return ""
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _outlived(run: Workspace, *processes: psutil.Process) -> bool:
+    """Wait until the processes are gone; whether their run's folder was left alone for so long."""
+    reclaimed_under_them = False
+
+    def gone() -> bool:
+        nonlocal reclaimed_under_them
+        reclaimed = not run.raw.exists()  # looked at first: what lives after that, lives in a reclaimed folder
+        living = any(_lives(process) for process in processes)
+        reclaimed_under_them |= reclaimed and living
+        return not living
+
+    _eventually(gone, "the end of a killed worker's program")
+    return not reclaimed_under_them
+
+
 def _is_free(org: Organization) -> bool:
     lease = fencing.current_actor_lease(org.db, "operator-course")
     return lease is None or lease.expires_at <= org.db.now()
@@ -289,6 +386,11 @@ def _eventually(condition: Callable[[], T], what: str) -> T:
     deadline = monotonic() + DEADLINE_SECONDS
     while not (answer := condition()):
         if monotonic() > deadline:
-            raise SovereignError(f"The demo waited {DEADLINE_SECONDS:g} s for {what}.", category="demo_deadline")
+            raise SovereignError(
+                f"The demo waited {DEADLINE_SECONDS:g} s for {what}.",
+                category="demo_deadline",
+                why="Nothing of it takes so long, unless the machine is very busy.",
+                next_command="sovereign-agent demo crash",
+            )
         time.sleep(0.02)
     return answer

@@ -57,4 +57,5 @@ def _refuse_another_ledger(root: Path, ledger: str) -> None:
             category="ledger_differs",
             why=f"It has {url or 'a SQLite file'} already, and init changes no settings.",
             inspect=str(path),
+            next_command="choose another --root for that ledger",
         )

@@ -59,6 +59,7 @@ def _line(report: SupervisorReport) -> str:
         "recovered": report.recovered_assignments,
         "claims given back": report.swept_mailbox_claims,
         "leases run out": [lease.actor_id for lease in report.expired_actor_leases],
+        "folders left to other hosts": report.reclaim_pending,
         "problems": report.problems,
     }
     return plain("; ".join(f"{what}: {', '.join(found)}" for what, found in told.items() if found))

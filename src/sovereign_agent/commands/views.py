@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, cast
 
-from sovereign_agent import fencing, journal, outcomes, relay
+from sovereign_agent import fencing, journal, liveness, outcomes, relay
 from sovereign_agent.commands.printing import entry, to_json
 from sovereign_agent.database import Connection
 from sovereign_agent.errors import Refusal
+from sovereign_agent.liveness import Assessment
 from sovereign_agent.organization import Organization
 from sovereign_agent.records import Assignment, Event, ExecutionAttempt, Message, Outcome, Receipt, Sow
 
@@ -82,7 +83,10 @@ def status(org: Organization) -> Document:
         {
             "outcome": outcome,
             "sows": [
-                {"sow": sow, "assignments": outcomes.assignments_of(connection, sow.id)}
+                {
+                    "sow": sow,
+                    "assignments": [_with_liveness(org, each) for each in outcomes.assignments_of(connection, sow.id)],
+                }
                 for sow in outcomes.sows_of(connection, outcome.id)
             ],
         }
@@ -99,16 +103,38 @@ def status_text(document: Document) -> str:
         lines.append(_line(work["outcome"]))
         for part in work["sows"]:
             lines.append(_line(part["sow"], indent=2))
-            lines += [_line(assignment, indent=4) for assignment in part["assignments"]]
+            for assignment in part["assignments"]:
+                lines.append(entry("{state:<9} {id}  {actor_id}".format_map(assignment), indent=4))
+                if told := assignment["liveness"]:
+                    lines.append(liveness_text(told, indent=6))
     if document["more"]:
         lines.append(entry(f"and more: these are the {OUTCOMES_SHOWN} oldest."))
     return "\n".join(lines) or entry(f"{document['organization']} has no open outcome.")
 
 
-def _line(record: Outcome | Sow | Assignment, *, indent: int = 0) -> str:
-    match record:
-        case Outcome(title=said) | Sow(scope=said) | Assignment(actor_id=said):
-            return entry(f"{record.state:<9} {record.id}  {said}", indent=indent)
+def _line(record: Outcome | Sow, *, indent: int = 0) -> str:
+    said = record.title if isinstance(record, Outcome) else record.scope
+    return entry(f"{record.state:<9} {record.id}  {said}", indent=indent)
+
+
+# --- liveness ---------------------------------------------------------------------------------------------
+
+
+def liveness_text(told: Assessment, *, indent: int = 0) -> str:
+    """Whether a worker works, why we think so, who owns it, until when, and what happens next."""
+    facts = [("owner", told.owner), ("until", told.until), ("then", told.then), ("next", told.next)]
+    reasons = [("why", reason) for reason in told.reasons]
+    return entry(told.decision.replace("_", " "), [*reasons, *facts], indent=indent)
+
+
+def _with_liveness(org: Organization, assignment: Assignment) -> Document:
+    return {**_fields(assignment), "liveness": _liveness(org, assignment.current_execution_attempt)}
+
+
+def _liveness(org: Organization, attempt_id: str | None) -> Assessment | None:
+    """What can be said about the worker of a current attempt; None where there is none."""
+    found = fencing.attempts_between(org.db.connection, *_span(attempt_id), limit=1) if attempt_id else []
+    return liveness.assess(liveness.observe(org, found[0]), org.db.now()) if found else None
 
 
 # --- inspect ----------------------------------------------------------------------------------------------
@@ -131,7 +157,8 @@ def inspect(org: Organization, beginning: str) -> Document:
             found |= _runs(connection, found["assignments"])
             found["reviews"] = outcomes.reviews_of(connection, record.id)
             found["rulings"] = outcomes.rulings_of(connection, record.id)
-        case Assignment():
+        case Assignment(current_execution_attempt=attempt_id):
+            found["liveness"] = _liveness(org, attempt_id)
             found |= _runs(connection, [record])
         case ExecutionAttempt(assignment_id=subject):
             receipt = journal.receipt_of_attempt(connection, record.id)
@@ -149,6 +176,8 @@ def inspect(org: Organization, beginning: str) -> Document:
 def inspect_text(document: Document) -> str:
     """`inspect` as the record, and below it a part for each list that is not empty."""
     parts = [_record_text(document["record"])]
+    if told := document.get("liveness"):
+        parts.append(liveness_text(told))
     for name, found in document.items():
         if isinstance(found, list) and found:
             items = cast("list[Any]", found)
@@ -173,6 +202,7 @@ def _find(connection: Connection, beginning: str) -> Record:
         category="unknown_id",
         why="No out_, sow_, asg_, att_, rcp_ or msg_ id of this ledger begins like that.",
         inspect="sovereign-agent status",
+        next_command="repeat the command with an id that stands there",
     )
 
 
@@ -196,8 +226,12 @@ def _runs(connection: Connection, assignments: Sequence[Assignment]) -> Document
     }
 
 
+def _fields(record: Any) -> Document:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
 def _record_text(record: Any, *, indent: int = 0) -> str:
-    told = {field.name: getattr(record, field.name) for field in fields(record)}
+    told = _fields(record)
     return entry(str(told.pop("id")), [(name, _value_text(value)) for name, value in told.items()], indent=indent)
 
 

@@ -261,9 +261,19 @@ PROMISES = (
         SELECT s.id, s.state, coalesce(l.kind, 'nothing') AS kind
           FROM sows s LEFT JOIN (
                SELECT subject, kind, row_number() OVER (PARTITION BY subject ORDER BY seq DESC) AS place
-                 FROM events WHERE kind LIKE 'sow.%') l
+                 FROM events WHERE kind LIKE 'sow.%' AND kind <> 'sow.parked') l
             ON l.subject = s.id AND l.place = 1
          WHERE coalesce(l.kind, '') <> CASE s.state WHEN 'DRAFT' THEN 'sow.created' ELSE 'sow.' || lower(s.state) END
+        """,
+    ),
+    Promise(
+        "parked work is given out again only after a ruling",
+        "Assignment {id} was created although statement of work {sow_id} was parked and nobody had decided.",
+        """
+        SELECT a.id, a.sow_id FROM assignments a JOIN events c ON c.subject = a.id AND c.kind = 'assignment.created'
+          JOIN events p ON p.subject = a.sow_id AND p.kind = 'sow.parked' AND p.seq < c.seq
+         WHERE NOT EXISTS (SELECT 1 FROM events r WHERE r.subject = a.sow_id AND r.kind = 'ruling.decided'
+                              AND r.seq > p.seq AND r.seq < c.seq)
         """,
     ),
     Promise(

@@ -35,6 +35,7 @@ from sovereign_agent.workspace import POLICIES
 
 ACTOR_LEASE_SECONDS = 0.5
 EXECUTION_ATTEMPT_SECONDS = 0.7
+LOSSES_BEFORE_PARKING = 2
 CLAIM_TTL = timedelta(seconds=0.7)
 TICK_SECONDS = 0.2
 AUDIT_SECONDS = 0.3
@@ -46,8 +47,8 @@ DONE = {"report": {"status": "completed", "summary": "It is done.", "deliverable
 ENDINGS: tuple[list[dict[str, Any]], ...] = (
     *[[DONE]] * 6,
     [{"report": {"status": "blocked", "summary": "It is not clear.", "question": "Which one?"}}],
-    [DONE, {"sleep": ACTOR_LEASE_SECONDS}],  # outlasts its lease, but hardly its attempt
-    [DONE, {"sleep": 1.5 * EXECUTION_ATTEMPT_SECONDS}],  # outlasts both, with a report that says completed
+    [DONE, {"sleep": ACTOR_LEASE_SECONDS}],  # outlasts its lease, if nobody renews it, but hardly its attempt
+    [DONE, {"sleep": 1.5 * EXECUTION_ATTEMPT_SECONDS}],  # outlasts both; its report says completed all the while
     [DONE, {"exit": 1}],
     [],
 )
@@ -113,6 +114,7 @@ def prepare(root: Path, ledger: str, dice: random.Random) -> None:
     document: Any = tomlkit.parse(path.read_text(encoding="utf-8"))
     document["authority"]["actor_lease_seconds"] = ACTOR_LEASE_SECONDS
     document["authority"]["execution_attempt_seconds"] = EXECUTION_ATTEMPT_SECONDS
+    document["authority"]["losses_before_parking"] = LOSSES_BEFORE_PARKING
     for operator, ending in OPERATORS.items():
         document["actors"][operator] = {"role": "operator", "provider": operator, "authority": ["execute"]}
         document["providers"][operator] = {"kind": "scripted", "steps": [*_beginning(dice), *ending]}
@@ -237,7 +239,7 @@ class Worker:
         match sow.state:
             case SowState.DRAFT:
                 self.org.ready_sow(sow.id)
-            case SowState.BLOCKED if self.happens(0.5):
+            case SowState.BLOCKED | SowState.FAILED if self.happens(0.5):
                 self.org.rule(sow.id, "The other one.", "principal-human")
             case SowState.READY | SowState.FAILED | SowState.BLOCKED | SowState.REJECTED:
                 policy = self.dice.choice(POLICIES)
