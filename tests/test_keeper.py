@@ -435,7 +435,7 @@ def test_a_taken_over_run_stops_its_program_and_writes_nothing(
 def test_hazard_49_a_canceled_run_is_stopped_at_its_next_renewal(
     org: Organization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lasting(org, 1.5)
+    lasting(org, 12, renew_seconds=0.2)
     ended: list[float] = []
     monkeypatch.setattr(organization, "invoke_actor", working(20, ended))
     _, _, assignment = governed_work(org)
@@ -445,7 +445,7 @@ def test_hazard_49_a_canceled_run_is_stopped_at_its_next_renewal(
         org.cancel(assignment.id, PRINCIPAL)
         canceled_at, before = monotonic(), canonical(org)
         assert run.result(10) == "execution_attempt_lost"
-    assert ended[0] - canceled_at < 1.5
+    assert ended[0] - canceled_at < 5, "long before the leash runs out by itself"
     assert canonical(org) == before
 
 
