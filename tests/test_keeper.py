@@ -764,7 +764,8 @@ def test_hazard_50_work_that_loses_its_workers_is_parked_until_a_ruling_with_the
     assert all(receipt in refused.value.why for receipt in lost)
     assert "ruling decide" in refused.value.next_command
     org.rule(sow.id, "It may have more memory.", PRINCIPAL)
-    third = lose_and_assign_again(org.assign(sow.id, OPERATOR, MASTER))
+    assert answer(org.assign, sow.id, OPERATOR, MASTER) == "done"
+    third = lose_and_assign_again(outcomes.assignments_of(org.db.connection, sow.id)[-1])
     monkeypatch.setattr(organization, "invoke_actor", works)
     assert org.run_assignment(third.id).status == "completed"
 
