@@ -41,7 +41,7 @@ from support import (
     works,
 )
 
-from sovereign_agent import configuration, fencing, journal, liveness, organization, runs
+from sovereign_agent import configuration, fencing, journal, liveness, organization, outcomes, runs
 from sovereign_agent.clock import ManualClock, micros, monotonic
 from sovereign_agent.configuration import load
 from sovereign_agent.database import Database
