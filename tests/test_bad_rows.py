@@ -103,6 +103,18 @@ def test_a_hundred_impossible_claims_do_not_hide_the_good_ones_behind_them(org: 
     assert relay.sweep_expired_claims(org.db, clock) == [good.id]
 
 
+@pytest.mark.parametrize("process", ["{", "[1]", '{"pid": "x"}', '{"host": 7, "pid": -1, "started": null}'])
+def test_a_lost_worker_whose_evidence_cannot_be_read_is_recovered_like_any_other(
+    org: Organization, process: str
+) -> None:
+    stuck = abandoned(org)
+    org.db.connection.execute("UPDATE execution_attempts SET process = ?, expires_at = 0", (process,))
+    report = tick(org)
+    assert (report.recovered_assignments, report.problems) == ((stuck,), ())
+    (receipt,) = journal.receipts_of(org.db.connection, stuck)
+    assert (receipt.failure_category, receipt.detail["evidence"]["cause"]) == ("worker_lost", "unknown")
+
+
 def test_a_running_assignment_without_its_attempt_is_named(org: Organization) -> None:
     stuck = abandoned(org)
     assert tick(org).problems == ()

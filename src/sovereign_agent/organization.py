@@ -11,7 +11,7 @@ speak for an actor is decided by who may run this program on this ledger.
 release; in between the terminal write is refused if the attempt is no longer the current one, and then
 nothing of the run becomes canonical: no receipt, no event, no file on disk.
 
-    lease (commit)  ->  attempt + RUNNING (commit)  ->  the program runs, no transaction open
+    lease (commit)  ->  attempt + RUNNING (commit)  ->  the program runs, no transaction open; a keeper renews both
         ->  terminal state + receipt + events (commit)  ->  receipt.json, workspace policy  ->  release (commit)
 """
 
@@ -24,22 +24,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sovereign_agent import (
-    configuration,
-    fencing,
-    journal,
-    liveness,
-    outcomes,
-    providers,
-    relay,
-    runs,
-    verdicts,
-    workspace,
-)
+from sovereign_agent import configuration, fencing, journal, outcomes, providers, relay, runs, verdicts, workspace
 from sovereign_agent.clock import Clock
 from sovereign_agent.configuration import Act, ActorSettings, ProviderSettings, Settings, resolve_reference
 from sovereign_agent.database import LEDGER_NAME, Connection, Database
 from sovereign_agent.errors import ConfigurationFault, IllegalMove, PolicyRefusal
+from sovereign_agent.liveness import this_process
 from sovereign_agent.providers.base import Envelope, OutcomeBrief, Proposal, SowBrief
 from sovereign_agent.providers.process import Leash
 from sovereign_agent.records import (
@@ -287,7 +277,7 @@ class Organization:
                 partial(self._propose, assignment, settings),
                 authority=self.settings.authority,
                 room=timedelta(seconds=getattr(settings, "grace_seconds", 0.0)),
-                process=liveness.this_process(),
+                process=this_process(),
             )
 
     def _may_run(self, assignment: Assignment) -> ProviderSettings:

@@ -17,11 +17,12 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from functools import cache
-from typing import Any, Protocol, TypeVar, get_type_hints
+from typing import Any, Protocol, TypeVar, cast, get_type_hints
 
 from sovereign_agent.clock import moment
 
@@ -55,8 +56,16 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     if hint == datetime | None:
         return lambda stored: None if stored is None else moment(stored)
     if hint == dict[str, Any]:
-        return json.loads
+        return _object
     return hint if isinstance(hint, type) and issubclass(hint, StrEnum) else lambda stored: stored
+
+
+def _object(stored: str) -> dict[str, Any]:
+    """What a JSON column holds. One that a hand has spoiled is told as it stands, and stops nobody."""
+    with suppress(ValueError):
+        if isinstance(value := json.loads(stored), dict):
+            return cast("dict[str, Any]", value)
+    return {"unreadable": stored}
 
 
 class Role(StrEnum):

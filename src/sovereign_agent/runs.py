@@ -1,5 +1,7 @@
 """Runs: what a process holds while it runs assignments, and how each run ends.
 
+While a program works, a keeper renews what it stands on, and stops it when that is lost.
+
 The terminal write is the fence's own: whoever lost the attempt writes no receipt, no event and no file. What
 is done on disk follows a durable receipt, never leads it, and changes nothing about the work: it can fail in
 part, or not happen at all, and a supervisor's later tick finishes it.

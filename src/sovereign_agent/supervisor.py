@@ -47,12 +47,14 @@ FINALIZERS = ("__del__", "_vanished")
 """Functions that Python calls while it collects: what is raised in one is printed and lost."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-PENDING_SHOWN = 100
 CAUSES = {Sight.REBOOTED: "host_rebooted", Sight.ALIVE: "lease_starved", Sight.STOPPED: "lease_starved"}
 """What the sight of a worker's process says about its loss. One that is gone needs more than a look."""
 
 RECOVERY_BATCH = 50
 """How many recoveries share one transaction: few enough that work can be claimed in between."""
+
+PENDING_SHOWN = 100
+"""How many folders of other hosts a report names."""
 
 
 @dataclass(frozen=True, slots=True)
