@@ -545,7 +545,7 @@ def test_hazard_82_what_belongs_to_somebody_else_is_reported_and_never_called_re
         (shared / f"file-{number}").touch()
     shared.chmod(0o1777)
     (run.path / "mine").touch()
-    for path in [open_root / ".sovereign", run.path.parent, run.path, run.raw, run.out, run.path / "mine"]:
+    for path in [open_root / ".sovereign", run.path.parent, run.lock, run.path, run.raw, run.out, run.path / "mine"]:
         os.chown(path, NOBODY, NOBODY)
     ((first, second),) = at_one_barrier(1, _reclaim, str(open_root))
     assert first[0] == second[0] == "partial"
@@ -561,7 +561,7 @@ def test_hazard_82_the_list_of_leftovers_is_bounded_and_printable(open_root: Pat
     run.path.chmod(0o1777)
     for number in range(30):
         (run.path / os.fsdecode(b"\xff%d" % number)).touch()
-    for path in [open_root / ".sovereign", run.path.parent]:
+    for path in [open_root / ".sovereign", run.path.parent, run.lock]:
         os.chown(path, NOBODY, NOBODY)
     (((status, leftovers), _),) = at_one_barrier(1, _reclaim, str(open_root))
     assert (status, len(leftovers), leftovers[-1]) == ("partial", room.LEFTOVERS_SHOWN + 1, "and more")
