@@ -231,15 +231,17 @@ def reclaim_workspace(root: Path | str, workspace_id: str, policy: str) -> Recla
         with _runs(root, create=False) as runs, _lock(workspace_id, runs, hold=True) as record:
             reclaim = _reclaim(workspace_id, runs, policy, record)
             if reclaim.status != "partial":
-                # No lock of this name is ever made again, so what is removed here is never a newer one. Whoever else
-                # shares it finds the same folder, and nothing left to do in it.
+                # No lock of this name is ever made again, so what goes here is the one that is held, or, if another
+                # was faster, nothing. Who had opened it before finds the same folder, and nothing to do in it.
                 with suppress(FileNotFoundError):
                     os.unlink(_lock_name(workspace_id), dir_fd=runs)
             return reclaim
     except FileNotFoundError:
         return Reclaim("absent")
     except BlockingIOError:
-        return Reclaim("partial", (f"{workspace_id}: its program is still being ended",))
+        return Reclaim(
+            "partial", (f"{workspace_id}: its program is still being ended, or somebody else is tidying up",)
+        )
     except (OSError, PolicyRefusal) as error:
         return Reclaim("partial", (f"{workspace_id}: {error} {getattr(error, 'why', '')}".strip(),))
 
@@ -263,7 +265,8 @@ def _reclaim(workspace_id: str, runs: int, policy: str, record: str | None) -> R
 def _lock(workspace_id: str, runs: int, *, hold: bool) -> Generator[str | None]:
     """Give the identity of a run's folder as its lock records it, None without a lock; `hold` it meanwhile.
 
-    It is shared by all who tidy up, as they may, and refused by a guardian, who holds it alone: BlockingIOError.
+    Raises BlockingIOError while another holds it: a guardian, or somebody else who tidies up and, if he dies over it,
+    lets go.
     """
     with ExitStack() as opened:
         record = None
@@ -271,7 +274,7 @@ def _lock(workspace_id: str, runs: int, *, hold: bool) -> Generator[str | None]:
             lock = os.open(_lock_name(workspace_id), _PLAIN_FILE, dir_fd=runs)
             opened.callback(os.close, lock)
             if hold:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             record = os.read(lock, 100).decode("ascii", "replace")
         yield record
 
