@@ -74,8 +74,8 @@ class Boundary:
 
 
 def mark(info: os.stat_result) -> Mark:
-    """What tells a file from another and from itself before a change: device, inode, size in bytes, times in ns."""
-    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
+    """What tells a file from another and from itself before a change: device, inode, links, bytes, times in ns."""
+    return info.st_dev, info.st_ino, info.st_nlink, info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
 
 def printable(name: str) -> str:
