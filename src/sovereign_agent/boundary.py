@@ -36,7 +36,8 @@ class Boundary:
     def __init__(self, root: Path, folder: Path) -> None:
         self._root = root
         self._own = f".sovereign/runs/{folder.name}"
-        self._since = folder.lstat().st_ctime_ns  # by the clock of the file system, which may not be ours
+        folder.touch()  # so that its time of change is now, by the clock of the file system, which may not be ours
+        self._since = folder.lstat().st_ctime_ns
         self._entries_changed_at = root.stat().st_mtime_ns
         self._before = self._look()
         self._inside = {mark(each.lstat()) for each in folder.rglob("*")}
