@@ -164,6 +164,7 @@ def test_a_runs_folder_that_was_swapped_for_a_link_is_not_followed(tmp_path: Pat
     """
     proposal = run(folder, swap)
     assert (proposal.status, proposal.failure_category) == ("failed", "boundary_violated")
+    assert proposal.report is None
 
 
 def test_hazard_07_a_report_that_contradicts_itself_is_no_report() -> None:

@@ -942,7 +942,7 @@ def test_any_order_of_acquisition_renewal_release_and_time_keeps_one_holder_of_a
 
 
 def folders(org: Organization) -> list[str]:
-    return sorted(path.name for path in (org.root / ".sovereign" / "runs").glob("*"))
+    return sorted(path.name for path in (org.root / ".sovereign" / "runs").glob("*") if path.is_dir())
 
 
 def another(org: Organization) -> Organization:

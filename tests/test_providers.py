@@ -57,7 +57,8 @@ def envelope(**changes: Any) -> Envelope:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Workspace:
-    return allocate(tmp_path, "run-1")
+    (tmp_path / "root").mkdir()  # beside it a program may leave what it likes
+    return allocate(tmp_path / "root", "run-1")
 
 
 def command(*argv: str, timeout: float = 30, grace: float = 1, names: tuple[str, ...] = ()) -> CommandProvider:
@@ -733,4 +734,4 @@ print(sorted(name for name in sys.modules if name.startswith("sovereign_agent.")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
     rooms = {name.split(".")[1] for name in eval(done.stdout)}  # noqa: S307
-    assert rooms == {"clock", "configuration", "errors", "providers", "records", "workspace"}
+    assert rooms == {"boundary", "clock", "configuration", "errors", "providers", "records", "workspace"}

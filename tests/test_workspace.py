@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import io
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support import at_one_barrier, eventually
+from support import at_one_barrier, child, eventually, heard
 
 from sovereign_agent import workspace as room
+from sovereign_agent.boundary import Boundary
 from sovereign_agent.errors import PolicyRefusal
 from sovereign_agent.workspace import (
     POLICIES,
@@ -197,6 +204,45 @@ def test_hazard_89_a_path_that_is_taken_is_never_used_again(root: Path, outside:
     assert allocate(root, "run-3").path.is_dir()
 
 
+def test_a_lock_beside_the_folder_records_which_folder_was_made(run: Workspace) -> None:
+    info = run.path.stat()
+    assert run.lock == run.path.with_name("run-1.lock")
+    assert run.lock.read_text() == f"{info.st_dev} {info.st_ino}\n"
+    assert run.lock.stat().st_mode & 0o777 == 0o600
+
+
+def test_hazard_89_a_lock_that_is_there_already_is_never_taken_over(root: Path, run: Workspace) -> None:
+    shutil.rmtree(run.path)
+    before = run.lock.read_text()
+    assert category(allocate, root, "run-1") == "workspace_exists"
+    assert run.lock.read_text() == before
+
+
+def _dies_at(pipe: Any, name: str, root: str) -> None:
+    """For `child`: allocate a run and die by SIGKILL where the named call of the operating system would come."""
+    call = getattr(os, name)
+
+    def dies(first: Any, *args: Any, **options: Any) -> Any:
+        if first in ("run-1.lock", room.RAW_NAME) or name == "fsync":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(first, *args, **options)
+
+    setattr(os, name, dies)
+    allocate(root, "run-1")
+    pipe.send("survived")
+
+
+@pytest.mark.parametrize("call", ["open", "fsync", "mkdir"])
+def test_a_worker_killed_while_it_makes_a_folder_leaves_nothing_that_cannot_be_reclaimed(root: Path, call: str) -> None:
+    with child(_dies_at, call, str(root)) as (worker, _):
+        worker.join(20)
+        assert worker.exitcode == -signal.SIGKILL
+    write_receipt(root, "run-1", "{}")
+    assert reclaim_workspace(root, "run-1", "temporary_directory") == Reclaim("reclaimed")
+    assert names(root / ".sovereign" / "runs") == ["run-1"]
+    assert category(allocate, root, "run-1") == "workspace_exists"
+
+
 # reading what a program left
 
 
@@ -296,6 +342,123 @@ def test_hazard_87_a_hard_link_is_refused_and_its_other_end_untouched(run: Works
         (run.out / "report.md").unlink()
     (run.out / "report.md").write_bytes((outside / "secret").read_bytes())
     assert collect_deliverables(run, ["report.md"])[0].size == 6
+
+
+def test_hazard_87_another_run_s_deliverable_is_not_handed_over_again(root: Path, run: Workspace) -> None:
+    other = allocate(root, "run-2")
+    (other.out / "till.txt").write_text("counted")
+    os.link(other.out / "till.txt", run.out / "till.txt")
+    before = (other.out / "till.txt").stat()
+    assert category(collect_deliverables, run, ["till.txt"]) == "boundary_violated"
+    assert (other.out / "till.txt").stat() == before
+
+
+def overwrite(path: Path) -> None:
+    """Write the same bytes, and set the time back; what that changes is the time of the change."""
+    before = path.stat()
+    while path.stat().st_ctime_ns == before.st_ctime_ns:
+        path.write_bytes(path.read_bytes())
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def link(path: Path) -> None:
+    os.link(path, path.with_name("elsewhere"))
+
+
+def grow(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"!")
+
+
+@pytest.mark.parametrize("change", [overwrite, link, grow])
+def test_a_file_that_is_changed_while_it_is_read_is_refused(run: Workspace, change: Callable[[Path], None]) -> None:
+    path = run.out / "report.md"
+    path.write_bytes(b"finished")
+    done: list[bytes] = []
+
+    def meddle(chunk: bytes) -> None:
+        done or change(path)
+        done.append(chunk)
+
+    assert category(room._pour, run, ".sovereign-out/report.md", 100, meddle) == "boundary_violated"
+    path.with_name("elsewhere").unlink(missing_ok=True)
+    assert room._pour(run, ".sovereign-out/report.md", 100, done.append) == len(path.read_bytes())
+
+
+def watched(run: Workspace) -> Workspace:
+    """The run as a provider would see it if its program started now."""
+    return replace(run, boundary=Boundary(run.path.parents[2], run.path))
+
+
+def refusal(act: Callable[..., object], *args: object) -> PolicyRefusal:
+    with pytest.raises(PolicyRefusal) as refused:
+        act(*args)
+    return refused.value
+
+
+@pytest.mark.parametrize("name", ["report.md", "sub/report.md"])
+def test_what_stood_there_before_the_program_started_is_stale(run: Workspace, name: str) -> None:
+    (run.out / "sub").mkdir()
+    path = run.out / name
+    path.write_text("yesterday's")
+    before = watched(run)
+    stale = refusal(collect_deliverables, before, [name])
+    assert stale.category == "deliverable_missing"
+    assert "stale" in stale.why
+    assert category(read_bounded, before, f".sovereign-out/{name}", 100) == "deliverable_missing"
+    overwrite(path)  # which is work of this run, if it comes to the same
+    assert collect_deliverables(before, [name])[0].size == 11
+
+
+def test_a_file_that_was_put_in_the_place_of_a_stale_one_is_fresh(run: Workspace) -> None:
+    (run.out / "report.md").write_text("the same")
+    before = watched(run)
+    (run.out / "new").write_text("the same")
+    (run.out / "new").rename(run.out / "report.md")
+    assert collect_deliverables(before, ["report.md"])[0].size == 8
+
+
+ALIKE = [("README", "readme"), ("caf\u00e9", "cafe\u0301"), ("stra\u00dfe", "STRASSE"), ("sub/A", "sub/a")]
+
+
+@pytest.mark.parametrize("pair", ALIKE)
+def test_hazard_84_names_that_are_one_on_another_disk_are_refused(run: Workspace, pair: tuple[str, str]) -> None:
+    (run.out / "sub").mkdir()
+    for name in pair:
+        (run.out / name).write_text("content")
+    assert category(collect_deliverables, run, pair) == "ambiguous_name"
+    for name in pair:
+        assert collect_deliverables(run, [name])[0].name == name
+    other = "sub/" + unicodedata.normalize("NFC", pair[1])
+    (run.out / other).parent.mkdir(exist_ok=True, parents=True)
+    (run.out / other).write_text("content")
+    assert len(collect_deliverables(run, [pair[0], other])) == 2 or other in pair
+
+
+def poisoned_archive(outside: Path) -> bytes:
+    """A tar with a link out of its folder and a file that an extractor would write through it."""
+    kept = io.BytesIO()
+    with tarfile.open(fileobj=kept, mode="w") as archive:
+        way_out = tarfile.TarInfo("way-out")
+        way_out.type, way_out.linkname = tarfile.SYMTYPE, str(outside)
+        archive.addfile(way_out)
+        for name in ("way-out/secret", "../../../../outside/secret", "/tmp/absolute"):  # noqa: S108 - it is never written
+            member = tarfile.TarInfo(name)
+            member.size = 4
+            archive.addfile(member, io.BytesIO(b"evil"))
+    return kept.getvalue()
+
+
+def test_hazard_86_an_archive_is_a_file_like_any_other_and_nothing_is_unpacked(
+    root: Path, run: Workspace, outside: Path
+) -> None:
+    content = poisoned_archive(outside)
+    (run.out / "work.tar").write_bytes(content)
+    expected = Deliverable("work.tar", len(content), hashlib.sha256(content).hexdigest())
+    assert collect_deliverables(run, ["work.tar"]) == (expected,)
+    write_receipt(root, "run-1", "{}")
+    assert reclaim_workspace(root, "run-1", "temporary_directory") == Reclaim("reclaimed")
+    assert names(run.out) == ["work.tar"]
 
 
 def test_deliverables_are_named_measured_and_summed(run: Workspace) -> None:
@@ -414,6 +577,124 @@ def test_a_folder_that_is_not_there_is_absent(root: Path, policy: str) -> None:
     assert reclaim_workspace(root / "no-such-root", "run-9", policy) == Reclaim("absent")
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_lock_goes_with_the_last_act_of_reclaiming_and_a_second_call_changes_nothing(
+    root: Path, run: Workspace, policy: str
+) -> None:
+    fill(run)
+    first = reclaim_workspace(root, "run-1", policy)
+    assert not run.lock.exists()
+    assert reclaim_workspace(root, "run-1", policy) == first
+    write_receipt(root, "run-1", "{}")  # as a tick does that did not see the first call's end
+    assert reclaim_workspace(root, "run-1", policy) == first
+
+
+def test_the_lock_of_a_folder_that_is_gone_goes_too(root: Path, run: Workspace) -> None:
+    shutil.rmtree(run.path)
+    assert reclaim_workspace(root, "run-1", "temporary_directory") == Reclaim("absent")
+    assert not run.lock.exists()
+
+
+def _guards(pipe: Any, lock: str) -> None:
+    """For `child`: hold a run's lock alone, as a guardian does, until it is told to end or is killed."""
+    with Path(lock).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        pipe.send("guarding")
+        pipe.recv()
+
+
+@pytest.mark.parametrize("end", ["ends", "is killed"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_hazard_89_nothing_is_touched_while_the_program_is_still_being_ended(
+    root: Path, run: Workspace, policy: str, end: str
+) -> None:
+    fill(run)
+    before = photograph(root, root / "none")
+    with child(_guards, str(run.lock)) as (guardian, pipe):
+        assert heard(pipe) == "guarding"
+        reclaim = reclaim_workspace(root, "run-1", policy)
+        assert reclaim.status == "partial"
+        assert "still being ended" in reclaim.leftovers[0]
+        assert photograph(root, root / "none") == before
+        guardian.kill() if end == "is killed" else pipe.send("end")
+        guardian.join(20)
+        assert reclaim_workspace(root, "run-1", policy).status in ("reclaimed", "kept")
+
+
+def _reclaim_once(_: int, root: str) -> str:
+    return reclaim_workspace(root, "run-1", "temporary_directory").status
+
+
+def test_of_many_who_tidy_up_at_once_none_calls_it_done_before_it_is(root: Path, run: Workspace) -> None:
+    fill(run)
+    for number in range(300):
+        (run.path / f"folder-{number}").mkdir()
+        (run.path / f"folder-{number}" / "file").touch()
+    statuses = set(at_one_barrier(4, _reclaim_once, str(root)))
+    assert "reclaimed" in statuses <= {"reclaimed", "partial"}
+    assert names(run.path) == KEPT
+    assert names(run.path.parent) == ["run-1"]
+
+
+@pytest.mark.parametrize("content", ["precious", "receipt.json"])
+def test_another_folder_in_the_place_of_a_run_s_is_not_touched(root: Path, run: Workspace, content: str) -> None:
+    fill(run)
+    own = run.path.rename(root / "own")
+    run.path.mkdir()
+    (run.path / content).mkdir()
+    (run.path / content / "file").write_text("precious")
+    run.path.chmod(0o500)
+    before = photograph(root, root / "none")
+    reclaim = reclaim_workspace(root, "run-1", "temporary_directory")
+    assert reclaim.status == "partial"
+    assert "not the folder that was made for this run" in reclaim.leftovers[0]
+    assert category(write_receipt, root, "run-1", "{}") == "workspace_replaced"
+    assert photograph(root, root / "none") == before
+    shutil.rmtree(run.path)
+    own.rename(run.path)
+    assert reclaim_workspace(root, "run-1", "temporary_directory") == Reclaim("reclaimed")
+    assert names(run.path) == KEPT
+
+
+def test_a_folder_made_anew_for_the_receipt_alone_is_as_good(root: Path, run: Workspace) -> None:
+    own = run.path.rename(root / "own")
+    write_receipt(root, "run-1", "{}")
+    assert run.path.stat().st_ino != own.stat().st_ino
+    assert reclaim_workspace(root, "run-1", "temporary_directory") == Reclaim("reclaimed")
+    assert names(run.path) == ["receipt.json", "receipt.json.sha256"]
+    assert not run.lock.exists()
+
+
+def test_a_folder_whose_lock_is_gone_is_not_touched(root: Path, run: Workspace) -> None:
+    fill(run)
+    run.lock.unlink()
+    before = photograph(root, root / "none")
+    reclaim = reclaim_workspace(root, "run-1", "temporary_directory")
+    assert reclaim.status == "partial"
+    assert "Its lock is gone" in reclaim.leftovers[0]
+    assert "remove it by hand" in reclaim.leftovers[0]
+    assert photograph(root, root / "none") == before
+
+
+def test_hazard_89_what_an_orphan_leaves_after_all_was_tidied_is_reported_and_never_touched(
+    root: Path, run: Workspace
+) -> None:
+    fill(run)
+    assert reclaim_workspace(root, "run-1", "temporary_directory") == Reclaim("reclaimed")
+    run.raw.mkdir()
+    (run.raw / "late").write_text("an orphan's")
+    assert reclaim_workspace(root, "run-1", "temporary_directory").status == "partial"
+    assert (run.raw / "late").exists()
+    assert category(allocate, root, "run-1") == "workspace_exists"
+
+
+def test_a_folder_is_known_again_after_the_host_has_numbered_its_disks_anew(root: Path, run: Workspace) -> None:
+    fill(run)
+    run.lock.write_text(f"1 {run.path.stat().st_ino}\n")
+    assert reclaim_workspace(root, "run-1", "temporary_directory") == Reclaim("reclaimed")
+    assert names(run.path) == KEPT
+
+
 def test_an_unknown_policy_reclaims_nothing(root: Path, run: Workspace) -> None:
     fill(run)
     assert category(reclaim_workspace, root, "run-1", "shred") == "unknown_workspace_policy"
@@ -491,6 +772,31 @@ def test_any_depth_goes(root: Path, run: Workspace) -> None:
     assert names(run.path) == [".sovereign-out"]
 
 
+def test_any_width_goes(root: Path, run: Workspace) -> None:
+    wide = run.path / "wide"
+    wide.mkdir()
+    for number in range(50_000):
+        os.close(os.open(wide / f"file-{number}", os.O_WRONLY | os.O_CREAT))
+    assert reclaim_workspace(root, "run-1", "temporary_directory") == Reclaim("reclaimed")
+    assert names(run.path) == [".sovereign-out"]
+
+
+def test_hazard_83_special_files_go_and_none_is_opened(
+    root: Path, run: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(run.path / "pipe")
+    os.mkfifo(run.path / "receipt.json")  # a kept name protects no pipe
+    (run.path / "sparse").touch()
+    os.truncate(run.path / "sparse", 2**40)
+    monkeypatch.chdir(run.raw)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
+        if os.geteuid() == 0:
+            os.mknod(run.path / "device", 0o600 | 0o020000, os.makedev(1, 5))
+        assert reclaim_workspace(root, "run-1", "temporary_directory") == Reclaim("reclaimed")
+    assert names(run.path) == [".sovereign-out"]
+
+
 def become_nobody() -> None:
     if os.geteuid() == 0:
         os.setgroups([])
@@ -545,7 +851,7 @@ def test_hazard_82_what_belongs_to_somebody_else_is_reported_and_never_called_re
         (shared / f"file-{number}").touch()
     shared.chmod(0o1777)
     (run.path / "mine").touch()
-    for path in [open_root / ".sovereign", run.path.parent, run.path, run.raw, run.out, run.path / "mine"]:
+    for path in [open_root / ".sovereign", run.path.parent, run.lock, run.path, run.raw, run.out, run.path / "mine"]:
         os.chown(path, NOBODY, NOBODY)
     ((first, second),) = at_one_barrier(1, _reclaim, str(open_root))
     assert first[0] == second[0] == "partial"
@@ -561,7 +867,7 @@ def test_hazard_82_the_list_of_leftovers_is_bounded_and_printable(open_root: Pat
     run.path.chmod(0o1777)
     for number in range(30):
         (run.path / os.fsdecode(b"\xff%d" % number)).touch()
-    for path in [open_root / ".sovereign", run.path.parent]:
+    for path in [open_root / ".sovereign", run.path.parent, run.lock]:
         os.chown(path, NOBODY, NOBODY)
     (((status, leftovers), _),) = at_one_barrier(1, _reclaim, str(open_root))
     assert (status, len(leftovers), leftovers[-1]) == ("partial", room.LEFTOVERS_SHOWN + 1, "and more")

@@ -20,6 +20,7 @@ The map of the house; whatever stands lower never imports what stands higher:
                  heartbeat        that a process reached the ledger, and when
     hands        providers/       outside programs: they propose, and decide nothing
                  workspace        the folder of one run
+                 boundary         what its program must leave as it is
     ledger       database         the one door to SQLite and PostgreSQL; storage/ speaks to the drivers
     words        configuration    sovereign.toml, checked
                  records          frozen records, their states, the moves each state allows

@@ -240,6 +240,8 @@ def conclude(
     reasons = dict(seen)
     report = _report(workspace, reasons)
     deliverables = _deliverables(workspace, report, reasons)
+    if outside := workspace.boundary.violations() if workspace.boundary else ():
+        reasons["boundary_violated"] = f"While it ran, what is not its own was changed: {', '.join(outside)}."
     status, category = judge(reasons, exit_code=exit_code, report=report)
     survivors = ", ".join(detail.get("survivors", ()))
     words = [
@@ -299,8 +301,8 @@ def _report(workspace: Workspace, reasons: dict[str, str]) -> Report | None:
             return None
         return parse_report(content)
     except PolicyRefusal as refused:
-        too_large = refused.category == "file_too_large"
-        reasons["invalid_report" if too_large else "boundary_violated"] = f"{refused} {refused.why}"
+        categories = {"file_too_large": "invalid_report", "deliverable_missing": "missing_report"}
+        reasons[categories.get(refused.category, "boundary_violated")] = f"{refused} {refused.why}"
     except ValueError as error:
         reasons["invalid_report"] = f"Its report is not valid ({str(error)[:500]})."
     return None
@@ -310,6 +312,6 @@ def _deliverables(workspace: Workspace, report: Report | None, reasons: dict[str
     try:
         return collect_deliverables(workspace, report.deliverables if report else ())
     except PolicyRefusal as refused:
-        missing = refused.category == "deliverable_missing"
-        reasons["deliverable_missing" if missing else "boundary_violated"] = f"{refused} {refused.why}"
+        categories = {"deliverable_missing": "deliverable_missing", "ambiguous_name": "invalid_report"}
+        reasons[categories.get(refused.category, "boundary_violated")] = f"{refused} {refused.why}"
     return ()

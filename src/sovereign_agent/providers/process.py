@@ -311,8 +311,7 @@ def run(
 
 def _start_guardian(workspace: Workspace, control: socket.socket) -> subprocess.Popen[bytes]:
     """Start a guardian that has nothing to do yet. Raises OSError."""
-    path = workspace.path.with_name(f"{workspace.id}.lock")
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    lock = os.open(workspace.lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         return subprocess.Popen(  # noqa: S603 - the program is our own, and no shell reads this
             (sys.executable, "-I", "-S", guardian.__file__, str(control.fileno()), str(lock)),

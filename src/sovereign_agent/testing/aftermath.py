@@ -79,7 +79,7 @@ def _lies_on_disk(org: Organization) -> Iterator[str]:
             yield f"{written} has not the sum that stands beside it."
     known = {str(attempt_id) for attempt_id, _ in attempts}
     for folder in (org.root / ".sovereign" / "runs").glob("*"):
-        if folder.name not in known:
+        if folder.name.removesuffix(".lock") not in known:
             yield f"{folder} belongs to no attempt."
 
 
