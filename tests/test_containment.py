@@ -9,7 +9,9 @@ import os
 import pwd
 import resource
 import signal
+import socket
 import stat
+import subprocess
 import sys
 import tempfile
 import threading
@@ -369,6 +371,22 @@ def test_no_program_is_started_in_a_folder_where_another_guardian_is_at_work(run
             start(run, "touch", "started")
     assert fault.value.category == "provider_unavailable"
     assert not (run.path / "started").exists()
+
+
+@pytest.mark.parametrize("tidied_up", [True, False])
+def test_no_program_is_started_in_a_folder_that_was_tidied_up_in_the_meantime(
+    run: Workspace, *, tidied_up: bool
+) -> None:
+    order = {"argv": ["touch", "started"], "folder": str(run.path), "environment": {"PATH": os.defpath}, "user": []}
+    ours, theirs = socket.socketpair()
+    with ours, theirs, run.lock.open() as lock:
+        if tidied_up:
+            run.lock.unlink()
+        argv = (sys.executable, "-I", "-S", guardian.__file__, str(theirs.fileno()), str(lock.fileno()))
+        ours.sendall(json.dumps(order | {"worker": os.getpid(), "grace": 1, "leash": 60}).encode() + b"\n")
+        subprocess.run(argv, pass_fds=(theirs.fileno(), lock.fileno()), check=False, timeout=30)
+        answer = json.loads(ours.recv(2**16))
+    assert ("fault" in answer, (run.path / "started").exists()) == (tidied_up, not tidied_up)
 
 
 @linux

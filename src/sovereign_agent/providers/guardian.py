@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -147,6 +148,13 @@ def listen() -> int:
     return wake
 
 
+def hold(lock: int) -> None:
+    """Take the run's lock for as long as this process lives. Raises OSError."""
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if not os.fstat(lock).st_nlink:
+        raise OSError(errno.ESTALE, "the run was over before it began, and its folder is tidied up")
+
+
 def say(control: int, **answer: object) -> None:
     """Tell the worker, if there still is one."""
     with contextlib.suppress(BrokenPipeError):
@@ -244,7 +252,7 @@ def main(control: int, lock: int) -> None:
     first, _, heard = heard.partition(b"\n")
     told = json.loads(first)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        hold(lock)
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         program = Program(os.fork())
         if not program.pid:
