@@ -1062,7 +1062,8 @@ def test_a_folder_on_another_host_is_a_fact_and_no_warning(root, call):
 def test_authority_that_lasts_too_long_gives_a_clock_away_that_went_back(root, org, call):
     message = org.send("principal-human", "operator-course", "Hello", "there").id
     relay.claim(org.db, message, "operator-course")
-    fencing.acquire_actor_lease(org.db, "operator-course", org.process_identity)
+    ttl = org.settings.authority.lease_ttl
+    fencing.acquire_actor_lease(org.db, "operator-course", org.process_identity, ttl=ttl)
     assert findings(call("doctor", "--root", root, "--json"))["clock"]["verdict"] == "ok"
     ahead = ManualClock(org.db.now() + timedelta(hours=3))
     lease = fencing.acquire_actor_lease(org.db, "master-course", org.process_identity, clock=ahead)
