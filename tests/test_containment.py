@@ -33,7 +33,7 @@ from sovereign_agent.providers import guardian, process
 from sovereign_agent.providers.base import Proposal
 from sovereign_agent.providers.command import CommandProvider
 from sovereign_agent.providers.process import Ending, Leash
-from sovereign_agent.workspace import Workspace, allocate
+from sovereign_agent.workspace import Workspace, allocate, locate
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -137,8 +137,7 @@ def _plant(pipe: Any, root: str, manner: tuple[str, ...], seconds: float | None)
 
 
 def located(tmp_path: Path) -> Workspace:
-    path = tmp_path / ".sovereign" / "runs" / "run-1"
-    return Workspace("run-1", path, path / "provider-raw", path / ".sovereign-out")
+    return locate(tmp_path, "run-1")
 
 
 @linux
@@ -586,10 +585,11 @@ def as_user(run_as: str, run: Workspace, script: str) -> Proposal:
 @linux
 @root
 def test_a_program_under_another_user_hands_over_its_work_and_cannot_read_the_ledger(open_root: Path) -> None:
-    run = allocate(open_root, "run-1")
     ledger = open_root / ".sovereign" / "organization.db"
+    ledger.parent.mkdir(0o700)
     ledger.write_text("the ledger")
     ledger.chmod(0o600)
+    run = allocate(open_root, "run-1")
     report = json.dumps({"status": "completed", "summary": "done", "deliverables": ["tea.txt"]})
     script = f"""
         cd .sovereign-out && echo tea > tea.txt && echo '{report}' > report.json
