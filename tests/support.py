@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -371,6 +372,16 @@ def works(_settings: Any, _envelope: Any, folder: Workspace, *_: Any) -> Proposa
     (folder.out / "report.json").write_text('{"status": "completed", "summary": "counted"}')
     deliverables = collect_deliverables(folder, ["till.txt"])
     return Proposal(ReceiptStatus.COMPLETED, "", "counted", None, deliverables)
+
+
+def lock_is_free(run: Workspace) -> bool:
+    """Whether no guardian is at work in a run's folder."""
+    with run.lock.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 def judge_and_accept(org: Organization, outcome_id: str, sow_id: str) -> OutcomeState:

@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support import at_one_barrier, child, eventually, heard
+from support import at_one_barrier, child, eventually, heard, lock_is_free
 from test_providers import COMPLETED, GOOD, envelope, verdict
 
 from sovereign_agent.configuration import CommandSettings
@@ -117,15 +117,6 @@ def guard_of(run: Workspace) -> psutil.Process:
     assert parent
     assert guardian.__file__ in parent.cmdline()
     return parent
-
-
-def lock_is_free(run: Workspace) -> bool:
-    with run.path.with_name(f"{run.id}.lock").open() as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
 
 # the worker dies, or loses what it worked under

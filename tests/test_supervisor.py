@@ -36,6 +36,7 @@ from support import (
     judge_and_accept,
     killed_after_statement,
     ledger_facts,
+    lock_is_free,
     rows,
     works,
 )
@@ -248,7 +249,7 @@ def plant_a_report_and_hang(org: Organization) -> None:
 
 
 def killed_while_running(org: Organization, assignment: Assignment) -> None:
-    """A real worker reaches RUNNING, its program leaves a finished report, and it is SIGKILLed."""
+    """A real worker reaches RUNNING, its program leaves a finished report, and it is SIGKILLed; its guardian ends."""
     plant_a_report_and_hang(org)
     worker = start_worker(org, assignment)
     try:
@@ -258,6 +259,7 @@ def killed_while_running(org: Organization, assignment: Assignment) -> None:
     finally:
         worker.kill()
     assert worker.wait(10) == -signal.SIGKILL
+    eventually(lambda: lock_is_free(workspace.locate(org.root, attempt_of(org, assignment.id))))
 
 
 def test_a_sigkilled_worker_leaves_an_honest_ledger(org: Organization) -> None:
