@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -108,6 +109,8 @@ class Connection(ABC):
     """One session of one thread on one ledger. Not for sharing between threads or across a fork."""
 
     closed = True
+    authority: Path
+    """Where this host's authority marker of the ledger lies; `Database` says it."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
