@@ -18,31 +18,25 @@ On PostgreSQL its own tools make and restore backups, and `new_epoch` does the r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Generator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from sovereign_agent import fencing, journal, relay
-from sovereign_agent.clock import micros
+from sovereign_agent.clock import LAST_MICROS, micros, moment
 from sovereign_agent.database import Connection, Control, Database, authority, sqlite_backup
-from sovereign_agent.errors import AlreadyHeld, AuthorityLost, Contention, IllegalMove, LedgerUnavailable, Refusal, SchemaMismatch
+from sovereign_agent.errors import (
+    AlreadyHeld,
+    AuthorityLost,
+    Contention,
+    IllegalMove,
+    LedgerUnavailable,
+    Refusal,
+    SchemaMismatch,
+)
 from sovereign_agent.records import new_id
-
-__all__ = [
-    "Health",
-    "Restored",
-    "adopt",
-    "backup",
-    "finish_restore",
-    "health",
-    "new_epoch",
-    "pause",
-    "restore",
-    "resume",
-    "roll_back_restore",
-]
 
 OPERATOR = "operator"
 
@@ -75,8 +69,17 @@ class Restored:
 def health(db: Database) -> Health:
     """The epoch on both sides, whether the ledger is paused or between two steps of a restore, and what is held."""
     now = authority.control(db.connection)
-    held = fencing.held(db.connection) | {"claims": len(relay.current_claims(db.connection))}
+    held = {
+        "leases": len(fencing.expired_actor_leases(db, end_of_time)),  # by then every one has run out
+        "attempts": len(fencing.expired_execution_attempts(db, end_of_time)),
+        "claims": len(relay.current_claims(db.connection)),
+    }
     return Health(now.epoch, marker_state(db), now.paused, now.restoring, held)
+
+
+def end_of_time() -> datetime:
+    """The last moment of the calendar."""
+    return moment(LAST_MICROS)
 
 
 def marker_state(db: Database) -> str:
@@ -98,8 +101,8 @@ def pause(db: Database, actor: str, reason: str) -> None:
 def resume(db: Database, actor: str, reason: str) -> None:
     """Let work begin again.
 
-    Raises Refusal (``restore_unfinished``, ``epoch_replaced`` or the marker's category) while ledger and marker
-    do not agree.
+    Raises LedgerUnavailable (``restore_unfinished``, ``epoch_replaced`` or the marker's category) while ledger and
+    marker do not agree.
     """
     _change(db, "authority.resumed", actor, reason, paused=False)
 
@@ -107,20 +110,11 @@ def resume(db: Database, actor: str, reason: str) -> None:
 def _change(db: Database, kind: str, actor: str, reason: str, *, paused: bool) -> None:
     _require_reason(actor, reason)
     with db.immediate() as connection:
+        db.require_authority()
         seen = authority.control(connection)
-        try:
-            authority.require_agreement(connection)
-        except (AuthorityLost, LedgerUnavailable) as error:
-            raise Refusal(
-                f"The ledger was not {kind.partition('.')[2]}.",
-                category=error.category,
-                why=f"{error} {error.why}",
-                inspect="sovereign-agent authority show",
-                next_command=error.next_command or authority.NEW_EPOCH,
-            ) from error
         if not authority.change_control(connection, seen, paused=paused):
             raise _overtaken()
-        _record(connection, db, kind, seen.ledger_id, actor, {"reason": reason})
+        _record(db, kind, seen, actor, {"reason": reason})
 
 
 # --- a new epoch ------------------------------------------------------------------------------------------
@@ -135,10 +129,10 @@ def new_epoch(db: Database, actor: str, reason: str) -> str:
     _require_reason(actor, reason)
     epoch = authority.new_epoch()
     with db.immediate() as connection:
-        before = authority.control(connection)
-        _begin_epoch(connection, before.ledger_id, epoch, db.now(), above=fencing.last_token(connection))
-        detail = {"reason": reason, "before": before.epoch, "epoch": epoch}
-        _record(connection, db, "authority.new_epoch", before.ledger_id, actor, detail)
+        before = authority.find_control(connection)
+        _begin_epoch(connection, epoch, db.now(), above=0)
+        detail = {"reason": reason, "before": before.epoch if before else "", "epoch": epoch}
+        _record(db, "authority.new_epoch", authority.control(connection), actor, detail)
     authority.write_marker(db.authority, epoch)  # until it is written, neither old nor new is admitted
     return epoch
 
@@ -161,12 +155,12 @@ def adopt(db: Database) -> tuple[str, str]:
 
 
 def _begin_epoch(
-    connection: Connection, ledger_id: str, epoch: str, now: datetime, *, above: int, restoring: str = ""
+    connection: Connection, epoch: str, now: datetime, *, above: int, restoring: str = "", ledger_id: str = ""
 ) -> None:
     """Revoke every live authority in this ledger and let it be in `epoch`, paused."""
     fencing.revoke_all(connection, now, above=max(above, micros(now)))
     relay.revoke_all(connection)
-    authority.begin_epoch(connection, ledger_id, epoch, paused=True, restoring=restoring)
+    authority.begin_epoch(connection, epoch, paused=True, restoring=restoring, ledger_id=ledger_id)
 
 
 # --- backup and restore -----------------------------------------------------------------------------------
@@ -189,28 +183,19 @@ def restore(db: Database, source: Path | str, *, actor: str = OPERATOR, reason: 
     (``restore_unfinished``, ``control_overtaken``) when another restore came first; Contention, and nothing changed, when a process keeps the
     write lock.
     """
-    _require_sqlite(db, "restored", "pg_restore --clean --dbname=DATABASE FILE, then sovereign-agent authority new-epoch")
+    _require_sqlite(
+        db, "restored", "pg_restore --clean --dbname=DATABASE FILE, then sovereign-agent authority new-epoch"
+    )
     restore_id = new_id("restore")
     seen = authority.control(db.connection)
-    if seen.restoring:
-        raise AlreadyHeld(
-            "The ledger was not restored.",
-            category="restore_unfinished",
-            why=f"{seen.restoring} is still at work, or was ended between two of its steps.",
-            inspect="sovereign-agent authority show",
-            next_command=authority.UNFINISHED,
-        )
+    authority.require_finished(seen)
     staging = _staging(db, restore_id)
     try:
         sqlite_backup.take_in(Path(source).absolute(), db.path, staging)
-        minted = _prepare(db, seen, restore_id, actor, {"reason": reason, "source": str(source)})
-        with db.immediate() as connection:
-            if fencing.last_token(connection) >= minted:
-                raise _overtaken()
-            if not authority.change_control(connection, seen, paused=True, restoring=restore_id):
-                raise _overtaken()
+        last_token = _prepare(db, seen, restore_id, actor, {"reason": reason, "source": str(source)})
+        _mark(db, seen, restore_id, last_token)
     except BaseException:
-        _remove(staging)
+        sqlite_backup.remove(staging)
         raise
     return finish_restore(db)
 
@@ -219,39 +204,34 @@ def finish_restore(db: Database) -> Restored:
     """Carry an unfinished restore to its end from wherever it stood. Raises IllegalMove (``restore_none``)."""
     now = _unfinished(db)
     staging = _staging(db, now.restoring)
-    if not staging.exists():
-        raise LedgerUnavailable(
-            f"{now.restoring} cannot be finished.",
-            category="restore_unfinished",
-            why=f"{staging} is gone.",
-            next_command="sovereign-agent restore --rollback",
-        )
-    epoch = _epoch_of(staging)
-    _step(lambda: authority.write_marker(db.authority, epoch))
-    if now.epoch != epoch:
-        _step(lambda: _put(db, now, staging, safety_copy=_safety_copy(db, now.restoring)))
-    sqlite_backup.require_intact(db.path)
-    return _close(db, now.restoring)
+    with _told_how_to_go_on():
+        epoch = _epoch_of(staging)
+        authority.write_marker(db.authority, epoch)
+        if now.epoch != epoch:
+            _put(db, now, staging, safety_copy=_safety_copy(db, now.restoring))
+        sqlite_backup.require_intact(db.path)
+        return _close(db, now.restoring)
 
 
-def roll_back_restore(db: Database) -> Restored:
-    """Undo an unfinished restore from wherever it stood; the ledger stays paused. Raises IllegalMove (``restore_none``)."""
+def roll_back_restore(db: Database, *, actor: str = OPERATOR) -> Restored:
+    """Undo an unfinished restore from wherever it stood; the ledger stays paused. Raises IllegalMove."""
     now = _unfinished(db)
     safety_copy, back = _safety_copy(db, now.restoring), _beside(db, now.restoring, "back")
-    if safety_copy.exists():
-        _remove(back)
-        sqlite_backup.take_in(safety_copy, db.path, back)
-        if _epoch_of(back) != now.epoch:
-            _step(lambda: _put(db, now, back, safety_copy=None))
-        _remove(back)
-    epoch = authority.control(db.connection).epoch
-    _step(lambda: authority.write_marker(db.authority, epoch))
-    return _close(db, now.restoring, "authority.rolled_back")
+    with _told_how_to_go_on():
+        sqlite_backup.remove(back)
+        if safety_copy.exists():
+            sqlite_backup.take_in(safety_copy, db.path, back)
+            if _epoch_of(back) != now.epoch:  # the image's content is in the ledger already
+                _put(db, now, back, safety_copy=None)
+            sqlite_backup.remove(back)
+        authority.write_marker(db.authority, authority.control(db.connection).epoch)
+        return _close(db, now.restoring, rolled_back_by=actor)
 
 
 def _prepare(db: Database, live: Control, restore_id: str, actor: str, detail: dict[str, str]) -> int:
     """Put into the staging image all that the ledger will be; return its token counter."""
-    with closing(Database(_staging(db, restore_id), create=False, authority_required=False)) as image:
+    staging = _staging(db, restore_id)
+    with closing(Database(staging, create=False, authority_required=False, clock=db.clock)) as image:
         schema = db.schema()
         newer = [name for name, number in image.schema().items() if number > schema.get(name, number)]
         if newer:
@@ -267,9 +247,9 @@ def _prepare(db: Database, live: Control, restore_id: str, actor: str, detail: d
             )
         with image.immediate() as connection:
             epoch, above = authority.new_epoch(), fencing.last_token(db.connection)
-            _begin_epoch(connection, live.ledger_id, epoch, db.now(), above=above, restoring=restore_id)
+            _begin_epoch(connection, epoch, db.now(), above=above, restoring=restore_id, ledger_id=live.ledger_id)
             detail |= {"restore": restore_id, "before": live.epoch, "epoch": epoch}
-            _record(connection, db, "authority.restored", live.ledger_id, actor, detail)
+            _record(image, "authority.restored", live, actor, detail)
             return fencing.last_token(connection)
 
 
@@ -285,31 +265,40 @@ def _put(db: Database, seen: Control, image: Path, *, safety_copy: Path | None) 
     sqlite_backup.replace_content(db.path, image, patience=db.patience, locked=locked)
 
 
-def _close(db: Database, restore_id: str, kind: str = "") -> Restored:
+def _close(db: Database, restore_id: str, rolled_back_by: str = "") -> Restored:
     with db.immediate() as connection:
         seen = authority.control(connection)
         if seen.restoring != restore_id or not authority.change_control(connection, seen, paused=True):
             raise _overtaken()
-        if kind:
-            _record(connection, db, kind, seen.ledger_id, OPERATOR, {"restore": restore_id})
-    _remove(_staging(db, restore_id))
+        if rolled_back_by:
+            _record(db, "authority.rolled_back", seen, rolled_back_by, {"restore": restore_id})
+    sqlite_backup.remove(_staging(db, restore_id))
     safety_copy = _safety_copy(db, restore_id)
     return Restored(restore_id, seen.epoch, safety_copy if safety_copy.exists() else None)
 
 
-def _step(act: Callable[[], None]) -> None:
-    """A step after which there is no way back but `finish_restore` or `roll_back_restore`: its failure says so."""
+def _mark(db: Database, seen: Control, restore_id: str, last_token: int) -> None:
+    """Pause, and let no other restore begin: from here on no token is minted that the image does not know."""
+    with db.immediate() as connection:
+        behind = fencing.last_token(connection) >= last_token
+        if behind or not authority.change_control(connection, seen, paused=True, restoring=restore_id):
+            raise _overtaken()
+
+
+@contextmanager
+def _told_how_to_go_on() -> Generator[None]:
+    """Between the first step and the last a failure says what finishes the restore and what undoes it."""
     try:
-        act()
+        yield
+    except Refusal:
+        raise
     except (Contention, LedgerUnavailable, OSError) as error:
-        if isinstance(error, Refusal):
-            raise
         kind = Contention if isinstance(error, Contention) else LedgerUnavailable
         raise kind(
             "The restore stopped between two of its steps.",
             category="restore_unfinished",
             why=f"{error} {getattr(error, 'why', '')}".strip(),
-            inspect="sovereign-agent authority show",
+            inspect=authority.SHOW,
             next_command=f"mend that, then {authority.UNFINISHED}",
         ) from error
 
@@ -338,11 +327,6 @@ def _safety_copy(db: Database, restore_id: str) -> Path:
     return _beside(db, restore_id, "before")
 
 
-def _remove(image: Path) -> None:
-    for suffix in ("", "-wal", "-shm", "-journal"):
-        Path(f"{image}{suffix}").unlink(missing_ok=True)
-
-
 def _require_sqlite(db: Database, done: str, instead: str) -> None:
     if db.engine != "sqlite":
         raise Refusal(
@@ -363,12 +347,10 @@ def _overtaken() -> AlreadyHeld:
         "Nothing was changed: somebody else was first.",
         category="control_overtaken",
         why="Another pause, resume, restore or new epoch came in between.",
-        inspect="sovereign-agent authority show",
+        inspect=authority.SHOW,
         next_command="look, then repeat the command",
     )
 
 
-def _record(
-    connection: Connection, db: Database, kind: str, ledger_id: str, actor: str, detail: dict[str, str]
-) -> None:
-    journal.record(connection, kind, ledger_id, actor=actor, at=db.now(), detail=detail)
+def _record(db: Database, kind: str, control: Control, actor: str, detail: dict[str, str]) -> None:
+    journal.record(db.connection, kind, control.ledger_id, actor=actor, at=db.now(), detail=detail)

@@ -22,9 +22,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from sovereign_agent.clock import Clock, micros, moment
-from sovereign_agent.errors import AuthorityLost, ConfigurationFault, LedgerUnavailable
+from sovereign_agent.errors import ConfigurationFault, LedgerUnavailable
 from sovereign_agent.storage import authority, migrate, sqlite_backup
-from sovereign_agent.storage.authority import Control, admit, new_epoch, read_marker, write_marker
+from sovereign_agent.storage.authority import Control, admit, read_marker
 from sovereign_agent.storage.engine import Connection, Migration, Result, Row, Transaction, Value, refuse_fork
 
 __all__ = [
@@ -39,10 +39,8 @@ __all__ = [
     "Value",
     "admit",
     "authority",
-    "new_epoch",
     "read_marker",
     "sqlite_backup",
-    "write_marker",
 ]
 
 LEDGER_NAME = Path(".sovereign") / "organization.db"
@@ -118,8 +116,8 @@ class Database:
             with nullcontext(self.connection) if as_is else closing(self._open(read_only=True)) as look:
                 tables = look.tables()
                 interrupted = not tables
-                if authority_required and marked and authority.TABLE not in tables:
-                    raise self._lost("It holds nothing, or nothing of that marker's time.")
+                if authority_required and marked:
+                    self._require_named(tables)
                 if self.read_only or (interrupted and not create):
                     migrate.check(look, migrate.CORE, migrations)
                 else:
@@ -128,26 +126,25 @@ class Database:
                 self.connection.make_durable()
                 migrate.migrate(self.connection, migrate.CORE, migrations)
             if authority_required:
-                self._require_authority()
+                authority.establish(self.connection, self.authority_mend)
+                self.require_authority()
         except BaseException:
             self.close()
             raise
 
-    def _require_authority(self) -> None:
-        try:
-            authority.establish(self.connection)
-            authority.require_agreement(self.connection)
-        except (AuthorityLost, LedgerUnavailable) as error:
-            adopt = "sovereign-agent authority adopt, if another host began the epoch; else " if self._url else ""
-            raise LedgerUnavailable(
-                str(error),
-                category=error.category,
-                why=error.why,
-                inspect=error.inspect,
-                next_command=authority.UNFINISHED
-                if error.category == "restore_unfinished"
-                else f"{adopt}{authority.NEW_EPOCH}",
-            ) from error
+    def require_authority(self) -> None:
+        """Raise LedgerUnavailable unless ledger and marker are of one epoch and no restore stands between its steps."""
+        authority.require_agreement(self.connection, self.authority_mend)
+
+    @property
+    def authority_mend(self) -> str:
+        """The command for a ledger that is not of its marker's epoch."""
+        adopt = "sovereign-agent authority adopt, if another host began the epoch; else " if self._url else ""
+        return adopt + authority.NEW_EPOCH
+
+    def _require_named(self, tables: set[str]) -> None:
+        if authority.TABLE not in tables:
+            raise self._lost(f"{self.location} was emptied, or is older than that marker.")
 
     def _lost(self, why: str) -> LedgerUnavailable:
         return LedgerUnavailable(

@@ -475,8 +475,8 @@ def close_workspace(connection: Connection, attempt_id: str) -> None:
 # --- a new epoch ------------------------------------------------------------------------------------------
 
 
-def revoke_all(connection: Connection, now: datetime, *, above: int) -> dict[str, int]:
-    """Take every lease and every attempt from whoever holds it, as a restore must; say how many there were.
+def revoke_all(connection: Connection, now: datetime, *, above: int) -> None:
+    """Take every lease and every attempt from whoever holds it, as a restore must.
 
     An attempt runs out at `now`, and the next tick ends it as ``worker_lost``. Its own terminal write is refused,
     because the lease under it is gone. From now on tokens are greater than `above`, and than any in this ledger.
@@ -484,24 +484,16 @@ def revoke_all(connection: Connection, now: datetime, *, above: int) -> dict[str
     connection.execute(
         "UPDATE lease_tokens SET value = CASE WHEN value < ? THEN ? ELSE value END + 1 WHERE id = 1", (above, above)
     )
-    leases = connection.execute("DELETE FROM actor_leases").rowcount
-    attempts = connection.execute(
+    connection.execute("DELETE FROM actor_leases")
+    connection.execute(
         "UPDATE execution_attempts SET expires_at = ? WHERE status = 'ACTIVE' AND expires_at > ?",
         (micros(now), micros(now)),
-    ).rowcount
-    return {"leases": leases, "attempts": attempts}
+    )
 
 
 def last_token(connection: Connection) -> int:
     """The greatest fencing token that was ever minted here."""
     return int(connection.execute("SELECT value FROM lease_tokens WHERE id = 1").rows[0][0])
-
-
-def held(connection: Connection) -> dict[str, int]:
-    """How many leases and ACTIVE attempts there are, run out or not."""
-    leases = connection.execute("SELECT count(*) FROM actor_leases").rows[0][0]
-    attempts = connection.execute("SELECT count(*) FROM execution_attempts WHERE status = 'ACTIVE'").rows[0][0]
-    return {"leases": leases, "attempts": attempts}
 
 
 # --- helpers ----------------------------------------------------------------------------------------------

@@ -215,14 +215,14 @@ def _sweep(connection: Connection, row: Row, now: datetime) -> bool:
     return changed.rowcount == 1
 
 
-def revoke_all(connection: Connection) -> int:
-    """Put every claimed message back to NEW, as a restore must; say how many. The delivery stays counted."""
-    return connection.execute(
+def revoke_all(connection: Connection) -> None:
+    """Put every claimed message back to NEW, as a restore must. The delivery stays counted."""
+    connection.execute(
         """
         UPDATE messages SET state = 'NEW', claim_owner = NULL, fencing_token = NULL, claim_expires_at = NULL
          WHERE state = 'CLAIMED'
         """
-    ).rowcount
+    )
 
 
 def _back_off(deliveries: int) -> timedelta:

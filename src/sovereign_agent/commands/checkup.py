@@ -15,11 +15,11 @@ from pathlib import Path
 
 import psutil
 
-from sovereign_agent import configuration, fencing, relay
+from sovereign_agent import assistant_service, configuration, fencing, relay
 from sovereign_agent.clock import LAST_MICROS, moment
 from sovereign_agent.commands.printing import plain
 from sovereign_agent.configuration import CommandSettings, Settings
-from sovereign_agent.database import driver_versions
+from sovereign_agent.database import authority, driver_versions
 from sovereign_agent.errors import ConfigurationFault, SovereignError
 from sovereign_agent.organization import Organization
 
@@ -28,7 +28,8 @@ LOOKED_AT = 10_000
 """How many leases, attempts, claims and folders are looked at, each."""
 RECONCILE = "sovereign-agent supervisor --once"
 RUN_FOLDER = Path(".sovereign", "runs", "any")
-UNUSABLE = {"settings": 2, "ledger": 4}
+RESUME = "sovereign-agent resume --by ACTOR --reason TEXT"
+UNUSABLE = {"settings": 2, "ledger": 4, "authority": 4}
 """The exit code of a failed finding; no other ends in one."""
 
 
@@ -105,6 +106,7 @@ def _ledger(org: Organization) -> Iterator[Finding]:
     if org.db.engine == "sqlite":
         yield _file_system(org.db.path)
         yield _wal(org.db.path)
+    yield _authority(org)
     now = org.db.now()
     held = {"leases": _leases(org), "attempts": _attempts(org), "claims": _claims(org)}
     for kind, those in held.items():
@@ -116,6 +118,18 @@ def _ledger(org: Organization) -> Iterator[Finding]:
     left = len(fencing.attempts_to_reclaim(org.db.connection, after="", limit=LOOKED_AT))
     told = f"{left} still to be dealt with"
     yield Finding("workspaces", Verdict.WARN, told, RECONCILE) if left else Finding("workspaces", Verdict.OK, told)
+
+
+def _authority(org: Organization) -> Finding:
+    health = assistant_service.health(org.db)
+    if health.restoring:
+        return Finding("authority", Verdict.FAIL, f"{health.restoring} was not finished", authority.UNFINISHED)
+    if not health.agrees:
+        told = f"the ledger is in {health.epoch}; the marker {org.db.authority}: {health.marker}"
+        return Finding("authority", Verdict.FAIL, told, org.db.authority_mend)
+    if health.paused:
+        return Finding("authority", Verdict.WARN, f"{health.epoch}, paused", RESUME)
+    return Finding("authority", Verdict.OK, health.epoch)
 
 
 def _file_system(path: Path) -> Finding:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -26,15 +25,16 @@ from sovereign_agent.storage.engine import Connection, Transaction
 TABLE = "assistant_control"
 SUFFIX = ".authority"
 NEW_EPOCH = "sovereign-agent authority new-epoch --by ACTOR --reason TEXT"
+SHOW = "sovereign-agent authority show"
 UNFINISHED = "sovereign-agent restore --resume, or --rollback"
 
 _EPOCH = re.compile(rb"epoch_[0-9a-f]{32}\n")
+_ANY = b"epoch_" + b"0" * 32 + b"\n"
 _LONGEST_BYTES = 64
 _OPENING = {
     errno.ENOENT: ("marker_missing", "there is no such file"),
     errno.ELOOP: ("marker_link", "it is a symbolic link"),
     errno.EISDIR: ("marker_not_a_file", "it is a folder"),
-    errno.ENXIO: ("marker_not_a_file", "it is a socket or a device"),
 }
 
 
@@ -66,7 +66,6 @@ def read_marker(path: Path) -> str:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             content = os.read(file, _LONGEST_BYTES)
-            regular = len(content) > 0 or stat.S_ISREG(os.fstat(file).st_mode)
         finally:
             os.close(file)
     except OSError as error:
@@ -75,8 +74,8 @@ def read_marker(path: Path) -> str:
     if _EPOCH.fullmatch(content):
         return content[:-1].decode()
     if not content:
-        raise _unavailable(path, *(("marker_empty", "it is empty") if regular else ("marker_not_a_file", "a pipe")))
-    if _EPOCH.fullmatch(content + (b"epoch_" + b"0" * 32 + b"\n")[len(content) :]):
+        raise _unavailable(path, "marker_empty", "it is empty")
+    if _EPOCH.fullmatch(content + _ANY[len(content) :]):
         raise _unavailable(path, "marker_torn", "only the beginning of an epoch is left in it")
     raise _unavailable(path, "marker_foreign", "what is in it is no epoch")
 
@@ -96,7 +95,7 @@ def _unavailable(path: Path, category: str, why: str) -> AuthorityLost:
         "authority marker is unavailable",
         category=category,
         why=f"{path}: {why}.",
-        inspect="sovereign-agent authority show",
+        inspect=SHOW,
         next_command="sovereign-agent doctor",
     )
 
@@ -114,7 +113,9 @@ def control(connection: Connection) -> Control:
     """The control row as it is now. Raises ConstraintBroken when it is gone."""
     found = find_control(connection)
     if found is None:
-        raise ConstraintBroken("The control row is gone.", category="control_missing", inspect=f"table {TABLE}")
+        raise ConstraintBroken(
+            "The control row is gone.", category="control_missing", inspect=f"table {TABLE}", next_command=NEW_EPOCH
+        )
     return found
 
 
@@ -129,7 +130,7 @@ def admit(connection: Connection) -> None:
             "runtime paused or replaced by restore",
             category="epoch_replaced",
             why="The ledger and this host's authority marker are not of one epoch.",
-            inspect="sovereign-agent authority show",
+            inspect=SHOW,
             next_command="sovereign-agent doctor",
         )
     if row["paused"]:
@@ -137,20 +138,20 @@ def admit(connection: Connection) -> None:
             "Nothing new is begun: this ledger is paused.",
             category="paused",
             why="Somebody paused it, or it was restored. It does not resume by itself.",
-            inspect="sovereign-agent authority show",
+            inspect=SHOW,
             next_command="sovereign-agent resume --by ACTOR --reason TEXT",
         )
 
 
-def begin_epoch(connection: Connection, ledger_id: str, epoch: str, *, paused: bool, restoring: str = "") -> None:
-    """Let the ledger be in `epoch`. A ledger that has an id keeps it."""
+def begin_epoch(connection: Connection, epoch: str, *, paused: bool, restoring: str = "", ledger_id: str = "") -> None:
+    """Let the ledger be in `epoch`. One that has an id keeps it; one that has none gets `ledger_id`, or a new one."""
     connection.execute(
         """
         INSERT INTO assistant_control (id, ledger_id, epoch, paused, restoring) VALUES (1, ?, ?, ?, ?)
         ON CONFLICT (id) DO UPDATE
            SET epoch = excluded.epoch, paused = excluded.paused, restoring = excluded.restoring
         """,
-        (ledger_id, epoch, paused, restoring),
+        (ledger_id or f"ledger_{uuid4().hex}", epoch, paused, restoring),
     )
 
 
@@ -169,42 +170,56 @@ def change_control(connection: Connection, seen: Control, *, paused: bool, resto
 # --- opening ----------------------------------------------------------------------------------------------
 
 
-def establish(connection: Connection) -> None:
+def establish(connection: Connection, mend: str) -> None:
     """Give a ledger without a control row its first epoch: the marker first, durably, then the row.
 
     A marker that is there already was left by a first start that died between the two, and is taken.
+    Raises LedgerUnavailable when it cannot be read; `mend` is the command that begins or takes a new epoch.
     """
     if find_control(connection):
         return
     with Transaction(connection, ledger_lock=True):
         if find_control(connection):
             return
-        try:
-            epoch = read_marker(connection.authority)
-        except AuthorityLost as error:
-            if error.category != "marker_missing":
-                raise
+        if os.path.lexists(connection.authority):
+            epoch = _marked(connection, mend)
+        else:
             epoch = new_epoch()
             write_marker(connection.authority, epoch)
-        begin_epoch(connection, f"ledger_{uuid4().hex}", epoch, paused=False)
+        begin_epoch(connection, epoch, paused=False)
 
 
-def require_agreement(connection: Connection) -> None:
+def require_agreement(connection: Connection, mend: str) -> None:
     """Raise LedgerUnavailable unless ledger and marker are of one epoch and no restore stands between its steps."""
     now = control(connection)
-    if now.restoring:
-        raise LedgerUnavailable(
-            "A restore of this ledger was not finished.",
-            category="restore_unfinished",
-            why=f"{now.restoring} stands between two of its steps: it is still at work, or it was ended.",
-            inspect="sovereign-agent authority show",
-            next_command=UNFINISHED,
-        )
-    marked = read_marker(connection.authority)
+    require_finished(now)
+    marked = _marked(connection, mend)
     if marked != now.epoch:
         raise LedgerUnavailable(
             "The ledger and this host's authority marker are not of one epoch.",
             category="epoch_replaced",
             why=f"The ledger is in {now.epoch}, and {connection.authority} names {marked}.",
-            inspect="sovereign-agent authority show",
+            inspect=SHOW,
+            next_command=mend,
         )
+
+
+def require_finished(now: Control) -> None:
+    """Raise LedgerUnavailable (``restore_unfinished``) while a restore stands between its steps."""
+    if now.restoring:
+        raise LedgerUnavailable(
+            "A restore of this ledger was not finished.",
+            category="restore_unfinished",
+            why=f"{now.restoring} stands between two of its steps: it is still at work, or it was ended.",
+            inspect=SHOW,
+            next_command=UNFINISHED,
+        )
+
+
+def _marked(connection: Connection, mend: str) -> str:
+    try:
+        return read_marker(connection.authority)
+    except AuthorityLost as error:
+        raise LedgerUnavailable(
+            str(error), category=error.category, why=error.why, inspect=SHOW, next_command=mend
+        ) from error

@@ -15,7 +15,7 @@ import os
 import secrets
 import sqlite3
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -53,11 +53,9 @@ def back_up(ledger: Path, destination: Path, *, replacing: bool = False) -> Imag
     the name that did not stand there before.
     """
     if not replacing and os.path.lexists(destination):
-        raise IllegalMove(f"{destination} was not written.", category="backup_exists", why="That name is taken.")
+        raise _unwritten(destination, "backup_exists", "That name is taken.")
     if not destination.parent.is_dir():
-        raise IllegalMove(
-            f"{destination} was not written.", category="backup_folder", why=f"There is no folder {destination.parent}."
-        )
+        raise _unwritten(destination, "backup_folder", f"There is no folder {destination.parent}.")
     temporary = destination.with_name(f".{destination.name}.{secrets.token_hex(8)}")
     try:
         _make_empty(temporary)
@@ -76,8 +74,7 @@ def back_up(ledger: Path, destination: Path, *, replacing: bool = False) -> Imag
         _sync(temporary)
         _give_name(temporary, destination, replacing=replacing)
     finally:
-        for leftover in (temporary, Path(f"{temporary}-journal"), Path(f"{temporary}-wal"), Path(f"{temporary}-shm")):
-            leftover.unlink(missing_ok=True)
+        remove(temporary)
     return image
 
 
@@ -92,15 +89,11 @@ def take_in(source: Path, ledger: Path, staging: Path) -> None:
     try:
         with _opened(source, "mode=ro&immutable=1") as backup, _opened(staging) as copy:
             backup.backup(copy)
-            seal = copy.execute("SELECT name FROM sqlite_master WHERE name = 'backup_seal'").fetchone()
-            if not seal:
-                raise _refused(source, "backup_unsealed", "It was not made by `sovereign-agent backup`.")
-            digest = copy.execute("SELECT digest FROM backup_seal").fetchone()
-            _require_sound(copy, source, digest[0] if digest else "")
+            _require_sound(copy, source, _seal_of(copy, source))
             copy.execute("DROP TABLE backup_seal")
         _sync(staging.parent)
     except BaseException:
-        staging.unlink(missing_ok=True)
+        remove(staging)
         raise
 
 
@@ -126,6 +119,12 @@ def replace_content(ledger: Path, image: Path, *, patience: timedelta, locked: C
         source.backup(target, pages=1, progress=after_a_page, sleep=0.01)
 
 
+def remove(image: Path) -> None:
+    """Remove a copy, with what SQLite may have left beside it."""
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        Path(f"{image}{suffix}").unlink(missing_ok=True)
+
+
 def require_intact(ledger: Path) -> None:
     """Raise Refusal (``backup_damaged``) unless SQLite finds nothing wrong in a file."""
     with _opened(ledger) as raw:
@@ -142,7 +141,7 @@ def content_digest(raw: sqlite3.Connection) -> str:
 
 
 @contextmanager
-def _opened(path: Path, mode: str = "mode=rw") -> Iterator[sqlite3.Connection]:
+def _opened(path: Path, mode: str = "mode=rw") -> Generator[sqlite3.Connection]:
     """A session of plain rows, whose errors are told in the house's words."""
     try:
         name = f"file:{quote(os.fsencode(path.resolve()))}?{mode}"
@@ -155,6 +154,12 @@ def _opened(path: Path, mode: str = "mode=rw") -> Iterator[sqlite3.Connection]:
         if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in _DAMAGED:
             raise _refused(path, "backup_damaged", f"SQLite says: {error}.") from error
         raise translated(error, path, lambda: "") from error
+
+
+def _seal_of(raw: sqlite3.Connection, path: Path) -> str:
+    if not raw.execute("SELECT 1 FROM sqlite_master WHERE name = 'backup_seal'").fetchone():
+        raise _refused(path, "backup_unsealed", "It was not made by `sovereign-agent backup`.")
+    return str(raw.execute("SELECT max(digest) FROM backup_seal").fetchone()[0])
 
 
 def _require_sound(raw: sqlite3.Connection, path: Path, digest: str | None) -> None:
@@ -186,6 +191,10 @@ def _refused(path: Path, category: str, why: str) -> Refusal:
     return Refusal(f"{path} is not used: it is no sound backup.", category=category, why=why, inspect=f"ls -l {path}")
 
 
+def _unwritten(path: Path, category: str, why: str) -> IllegalMove:
+    return IllegalMove(f"{path} was not written.", category=category, why=why, inspect=f"ls -l {path.parent}")
+
+
 def _row_counts(raw: sqlite3.Connection) -> dict[str, int]:
     names = raw.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' ORDER BY 1")
     tables = [name for (name,) in names if name != "backup_seal"]
@@ -204,9 +213,7 @@ def _give_name(temporary: Path, destination: Path, *, replacing: bool) -> None:
         try:
             destination.hardlink_to(temporary)  # never over another's
         except FileExistsError:
-            raise IllegalMove(
-                f"{destination} was not written.", category="backup_exists", why="That name is taken."
-            ) from None
+            raise _unwritten(destination, "backup_exists", "That name is taken.") from None
     _sync(destination.parent)
 
 
