@@ -180,8 +180,8 @@ def restore(db: Database, source: Path | str, *, actor: str = OPERATOR, reason: 
 
     Everything that can be wrong with `source` is refused before the ledger is touched: Refusal, the categories of
     `sqlite_backup.take_in` and ``backup_foreign``; SchemaMismatch (``schema_newer``). AlreadyHeld
-    (``restore_unfinished``, ``control_overtaken``) when another restore came first; Contention, and nothing changed, when a process keeps the
-    write lock.
+    (``control_overtaken``) when another restore came first, LedgerUnavailable (``restore_unfinished``) when one was
+    ended half-way; Contention, and nothing changed, when a process keeps the write lock.
     """
     _require_sqlite(
         db, "restored", "pg_restore --clean --dbname=DATABASE FILE, then sovereign-agent authority new-epoch"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -150,7 +150,7 @@ def adopt(
 @contextmanager
 def _ledger(
     root: Path, by: str = "", *, read_only: bool = False, authority_required: bool = True
-) -> Iterator[Database]:
+) -> Generator[Database]:
     """The ledger alone, also where an organization would not open; `by` must be an actor of it."""
     from sovereign_agent import configuration
     from sovereign_agent.database import LEDGER_NAME, Database

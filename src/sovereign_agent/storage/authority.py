@@ -26,7 +26,7 @@ TABLE = "assistant_control"
 SUFFIX = ".authority"
 NEW_EPOCH = "sovereign-agent authority new-epoch --by ACTOR --reason TEXT"
 SHOW = "sovereign-agent authority show"
-UNFINISHED = "sovereign-agent restore --resume, or --rollback"
+UNFINISHED = "sovereign-agent restore --by ACTOR --resume, or --rollback"
 
 _EPOCH = re.compile(rb"epoch_[0-9a-f]{32}\n")
 _ANY = b"epoch_" + b"0" * 32 + b"\n"
