@@ -158,9 +158,11 @@ def _begin_epoch(
     connection: Connection, epoch: str, now: datetime, *, above: int, restoring: str = "", ledger_id: str = ""
 ) -> None:
     """Revoke every live authority in this ledger and let it be in `epoch`, paused."""
-    fencing.revoke_all(connection, now, above=max(above, micros(now)))
-    relay.revoke_all(connection)
+    # The counter and the control row first: whoever was admitted has committed by now, and is seen and revoked.
+    fencing.advance_tokens(connection, above=max(above, micros(now)))
     authority.begin_epoch(connection, epoch, paused=True, restoring=restoring, ledger_id=ledger_id)
+    fencing.revoke_all(connection, now)
+    relay.revoke_all(connection)
 
 
 # --- backup and restore -----------------------------------------------------------------------------------

@@ -475,15 +475,19 @@ def close_workspace(connection: Connection, attempt_id: str) -> None:
 # --- a new epoch ------------------------------------------------------------------------------------------
 
 
-def revoke_all(connection: Connection, now: datetime, *, above: int) -> None:
-    """Take every lease and every attempt from whoever holds it, as a restore must.
-
-    An attempt runs out at `now`, and the next tick ends it as ``worker_lost``. Its own terminal write is refused,
-    because the lease under it is gone. From now on tokens are greater than `above`, and than any in this ledger.
-    """
+def advance_tokens(connection: Connection, *, above: int) -> None:
+    """From now on mint tokens greater than `above`, and than any that this ledger has seen."""
     connection.execute(
         "UPDATE lease_tokens SET value = CASE WHEN value < ? THEN ? ELSE value END + 1 WHERE id = 1", (above, above)
     )
+
+
+def revoke_all(connection: Connection, now: datetime) -> None:
+    """Take every lease and every attempt from whoever holds it, as a restore must.
+
+    An attempt runs out at `now`, and the next tick ends it as ``worker_lost``. Its own terminal write is refused,
+    because the lease under it is gone.
+    """
     connection.execute("DELETE FROM actor_leases")
     connection.execute(
         "UPDATE execution_attempts SET expires_at = ? WHERE status = 'ACTIVE' AND expires_at > ?",

@@ -49,7 +49,7 @@ def backup(
     """Copy the ledger to a file, while work goes on. The copy is verified before it gets its name."""
     from sovereign_agent import assistant_service
 
-    with _ledger(root) as db:
+    with _ledger(root, authority_required=False) as db:
         image = assistant_service.backup(db, destination)
     facts = [
         ("bytes", image.size_bytes),
