@@ -369,7 +369,7 @@ def test_doctor_names_the_command_that_mends_a_lost_marker_and_it_does(call, loc
     found = finding(call, local_root)
     assert (found["verdict"], "marker_missing" in found["found"]) == ("fail", True)
     assert found["mend"] == "sovereign-agent authority new-epoch --by ACTOR --reason TEXT"
-    refused = call("send", "principal-human", "operator-course", "s", "--root", local_root, "--json")
+    refused = call("send", "principal-human", "operator-course", "s", "b", "--root", local_root, "--json")
     assert (refused.code, refused.error["category"]) == (4, "marker_missing")
     assert call("authority", "adopt", "--yes", "--root", local_root, "--json").error["category"] == "adopt_needs_hosts"
     by = ("--by", "operator-course", "--reason", "lost", "--root", local_root)
