@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ class Server:
         self._made: list[str] = []
         self._name = f"{self.TEMPLATE}_{uuid4().hex[:8]}"
         self._admin.execute(f"CREATE DATABASE {self._name}")
-        Database(self._url(self._name), root=root).close()
+        with closing(Database(self._url(self._name), root=root)) as db, db.transaction() as connection:
+            connection.execute("DELETE FROM assistant_control")  # each copy begins an epoch of its own
 
     def _url(self, name: str) -> str:
         info = self._admin.info

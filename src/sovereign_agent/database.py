@@ -23,10 +23,22 @@ from pathlib import Path
 
 from sovereign_agent.clock import Clock, micros, moment
 from sovereign_agent.errors import ConfigurationFault, LedgerUnavailable
-from sovereign_agent.storage import migrate
+from sovereign_agent.storage import authority, migrate
+from sovereign_agent.storage.authority import admit, read_marker
 from sovereign_agent.storage.engine import Connection, Migration, Result, Row, Transaction, Value, refuse_fork
 
-__all__ = ["LEDGER_NAME", "Connection", "Database", "Migration", "Result", "Row", "Transaction", "Value"]
+__all__ = [
+    "LEDGER_NAME",
+    "Connection",
+    "Database",
+    "Migration",
+    "Result",
+    "Row",
+    "Transaction",
+    "Value",
+    "admit",
+    "read_marker",
+]
 
 LEDGER_NAME = Path(".sovereign") / "organization.db"
 """Where an organization's ledger lies below its root."""
@@ -102,6 +114,7 @@ class Database:
             if not self.read_only:
                 self.connection.make_durable()
                 migrate.migrate(self.connection, migrate.CORE, migrations)
+                authority.establish(self.connection)
         except BaseException:
             self.close()
             raise
@@ -134,6 +147,11 @@ class Database:
         return connection
 
     def _open(self, *, read_only: bool) -> Connection:
+        connection = self._session(read_only=read_only)
+        connection.authority = self.path.with_suffix(".authority")
+        return connection
+
+    def _session(self, *, read_only: bool) -> Connection:
         if self._url:
             return _postgres(self._url, self._patience, read_only=read_only)
         if read_only:
