@@ -164,9 +164,12 @@ def enqueue_work(connection: Connection, batch: Sequence[tuple[str, str, str]], 
     at = _at(connection, extras.get("now"))
     delay, retries = extras.get("available_after", 0), extras.get("retries", 0)
     common = (extras.get("role", SHOP), extras.get("subject", ""), extras.get("control", False))
-    _require(len(batch) <= MAX_BATCH and retries >= 0, f"A batch has at most {MAX_BATCH} items, and retries to give.")
-    _require_names(*common[:1], *{session for _, session, _ in batch}, *[origin for origin, _, _ in batch])
-    _require_texts(common[1], *[prompt for _, _, prompt in batch])
+    _require(len(batch) <= MAX_BATCH, f"A batch has at most {MAX_BATCH} items.")
+    _require(
+        retries >= 0 and all(prompt for _, _, prompt in batch), "An item has a prompt, and no fewer than 0 retries."
+    )
+    _require_names(common[0], common[1] or SHOP, *[name for origin, session, _ in batch for name in (origin, session)])
+    _require_texts(*[prompt for _, _, prompt in batch])
     ends = (_later(at, delay) if delay else 0, retries, at)
     ids = [new_id("work") for _ in batch]
     added = connection.executemany(

@@ -38,6 +38,8 @@ def write_marker(path: Path, epoch: str) -> None:
 
 def establish(connection: Connection) -> None:
     """Begin the first epoch of a new ledger, marker first."""
+    if connection.execute("SELECT 1 FROM assistant_control WHERE id = 1").fetchone():
+        return
     with Transaction(connection, ledger_lock=True):
         if connection.execute("SELECT 1 FROM assistant_control WHERE id = 1").fetchone() is None:
             epoch = new_epoch()
