@@ -30,10 +30,10 @@ from support import (
     traces,
 )
 
-from sovereign_agent import assistant_service, fencing, journal, relay, supervisor
+from sovereign_agent import assistant_service, assistant_work, fencing, journal, relay, supervisor
 from sovereign_agent.clock import ManualClock, micros
 from sovereign_agent.database import LEDGER_NAME, Database, authority, read_marker, sqlite_backup
-from sovereign_agent.errors import Contention, SovereignError
+from sovereign_agent.errors import AuthorityLost, Contention, SovereignError
 from sovereign_agent.organization import Organization
 from sovereign_agent.storage import migrate
 from sovereign_agent.storage.engine import Migration
@@ -346,6 +346,36 @@ def test_the_first_tick_after_a_restore_writes_down_the_runs_that_it_cut_off(org
     assert supervisor.tick(org).recovered_assignments == (lost.assignment_id,)
     receipts = journal.receipts_of(org.db.connection, lost.assignment_id)
     assert [receipt.failure_category for receipt in receipts] == ["worker_lost"]
+
+
+def test_hazard_91_a_work_claim_and_a_delegation_from_before_a_restore_write_nothing_and_fresh_ones_do(
+    location: Any, tmp_path: Path
+) -> None:
+    db = location.open()
+    assistant_work.enqueue(db, "origin", "lucy", "check the shop")
+    older = assistant_work.claim(db, "worker", ttl=3600)
+    assert older
+    assistant_work.observe(db, older, {"text": "two tubs"})
+    assistant_work.delegate(db, older, "look it up", deadline=time.time() + 3600, budget=1)
+    child_claim = assistant_work.claim(db, "researcher", role="research", ttl=3600)
+    assert child_claim
+    assistant_service.backup(db, tmp_path / "b")
+    assistant_service.restore(db, tmp_path / "b")
+    for claim in (older, child_claim):
+        with pytest.raises(AuthorityLost, match=r"^runtime paused or replaced by restore$"):
+            assistant_work.observe(db, claim, {"text": "late"})
+    found = {row["id"]: (row["status"], row["owner"], row["generation"]) for row in rows(db, "assistant_work")}
+    assert found == {older.id: ("READY", None, 2), child_claim.id: ("READY", None, 2)}
+    db.connection.execute("UPDATE assistant_control SET paused = 0 WHERE id = 1")
+    for claim in (older, child_claim):
+        with pytest.raises(AuthorityLost, match=r"^runtime paused or replaced by restore$"):
+            assistant_work.finish(db, claim, "DONE", "late")
+    fresh = assistant_work.claim(db, "replacement", ttl=3600)
+    assert fresh
+    assert (fresh.id, fresh.generation, fresh.epoch) == (older.id, 3, epoch_of(db))
+    assistant_work.observe(db, fresh, {"text": "two tubs still"})
+    assert [row["generation"] for row in rows(db, "assistant_transcript")] == [1, 3]
+    db.close()
 
 
 @pytest.mark.parametrize("ahead", ["live", "backup", "clock"])

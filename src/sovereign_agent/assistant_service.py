@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from sovereign_agent import fencing, journal, relay
+from sovereign_agent import assistant_work, fencing, journal, relay
 from sovereign_agent.clock import LAST_MICROS, micros, moment
 from sovereign_agent.database import Connection, Control, Database, authority, sqlite_backup
 from sovereign_agent.errors import (
@@ -163,6 +163,7 @@ def _begin_epoch(
     authority.begin_epoch(connection, epoch, paused=True, restoring=restoring, ledger_id=ledger_id)
     fencing.revoke_all(connection, now)
     relay.revoke_all(connection)
+    assistant_work.revoke_all(connection, now.timestamp())
 
 
 # --- backup and restore -----------------------------------------------------------------------------------

@@ -137,6 +137,19 @@ class Connection(ABC):
             self._first_error = error
             raise
 
+    def executemany(self, sql: str, rows: Sequence[Sequence[Value]]) -> int:
+        """Run one statement for each row of parameters, in the caller's transaction; return how many rows changed.
+
+        Every row is checked before the first one is sent. Raises as `execute` does; LedgerFault outside a transaction.
+        """
+        self._require_usable()
+        self._require_open()
+        try:
+            return self._run_many(sql, [bind(params) for params in rows])
+        except BaseException as error:
+            self._first_error = error
+            raise
+
     def begin(self, owner: Transaction, *, ledger_lock: bool) -> None:
         """Open `owner`'s transaction; with `ledger_lock`, alone on this ledger. Refuses to nest."""
         self._require_usable()
@@ -227,6 +240,9 @@ class Connection(ABC):
 
     @abstractmethod
     def _run(self, sql: str, params: tuple[Value, ...]) -> Result: ...
+
+    @abstractmethod
+    def _run_many(self, sql: str, rows: list[tuple[Value, ...]]) -> int: ...
 
     @abstractmethod
     def _begin(self, *, ledger_lock: bool) -> None: ...
