@@ -98,7 +98,7 @@ def test_hazard_76_a_first_start_killed_at_any_statement_is_finished_by_the_next
     while killed_after_statement(number, _first_start, 0, location):
         left.add(marker.exists())
         before = marker.read_text() if marker.exists() else ""
-        _first_start(0, location)
+        assert answer(_first_start, 0, location) == "done"
         assert marker.read_text().startswith(before)
         _forget_the_epoch(location)
         number += 1
