@@ -457,8 +457,10 @@ def test_hazard_100_one_that_stops_just_before_the_copy_ends_it_in_time_and_it_c
         heard(pipe)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(authority, "write_marker", _and_then(authority.write_marker, lambda: _hold(process, pipe)))
+            begun = time.monotonic()
             with pytest.raises(Contention) as error:
                 assistant_service.restore(impatient, source)
+        assert time.monotonic() - begun < 15
         assert error.value.category == "restore_unfinished"
         assert "--resume" in error.value.next_command
     assert answer(location.open) == "restore_unfinished"
