@@ -35,6 +35,8 @@ class Server:
         self._name = f"{self.TEMPLATE}_{uuid4().hex[:8]}"
         self._admin.execute(f"CREATE DATABASE {self._name}")
         Database(self._url(self._name), root=root).close()
+        with psycopg.connect(self._url(self._name), autocommit=True) as template:
+            template.execute("DELETE FROM assistant_control")  # its epoch is its own: each copy begins another
 
     def _url(self, name: str) -> str:
         info = self._admin.info

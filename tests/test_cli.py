@@ -228,10 +228,14 @@ VERBS = dict(verbs())
 
 def test_the_verbs_are_those_that_were_promised():
     top = "init doctor status inspect inbox send run cancel plan assign verify review accept heartbeat supervisor"
+    top += " pause resume backup restore"
     inner = [
         "actor list",
         "actor rebind",
         "actor free",
+        "authority show",
+        "authority new-epoch",
+        "authority adopt",
         "outcome new",
         "outcome activate",
         "ruling decide",
@@ -363,13 +367,53 @@ def test_json_behind_a_double_dash_is_text(call, local_root):
     assert sent.err.startswith("No actor 'nobody' is declared.")
 
 
+# --- backup, restore, authority ---------------------------------------------------------------------------
+
+
+def test_an_operator_backs_up_restores_looks_and_resumes(call, local_root, tmp_path):
+    by = ("--by", "operator-course", "--reason", "a bad day", "--root", local_root)
+    backup = tmp_path / "backup.db"
+    assert call("backup", backup, "--root", local_root, "--json").document["path"] == str(backup)
+    assert call("backup", backup, "--root", local_root).code == 1
+    restored = call("restore", backup, *by, "--json").document
+    shown = call("authority", "show", "--root", local_root, "--json").document
+    assert (shown["agrees"], shown["health"]["paused"]) == (True, True)
+    assert shown["health"]["epoch"] == shown["health"]["marker"] == restored["epoch"]
+    assert finding(call, local_root)["verdict"] == "warn"
+    assert call("resume", *by).code == 0
+    assert finding(call, local_root)["verdict"] == "ok"
+    for words in ([], ["--resume", "--rollback"], [backup, "--resume"]):
+        assert call("restore", *words, *by, "--json").error["category"] == "usage"
+    assert call("restore", "--resume", *by, "--json").error["category"] == "restore_none"
+    assert call("pause", "--by", "nobody", "--reason", "r", "--root", local_root).code == 2
+
+
+def test_doctor_names_the_command_that_mends_a_lost_marker_and_it_does(call, local_root):
+    (local_root / LEDGER_NAME).with_suffix(".authority").unlink()
+    found = finding(call, local_root)
+    assert (found["verdict"], "marker_missing" in found["found"]) == ("fail", True)
+    assert found["mend"] == "sovereign-agent authority new-epoch --by ACTOR --reason TEXT"
+    refused = call("send", "principal-human", "operator-course", "s", "b", "--root", local_root, "--json")
+    assert (refused.code, refused.error["category"]) == (4, "marker_missing")
+    assert call("authority", "adopt", "--yes", "--root", local_root, "--json").error["category"] == "adopt_needs_hosts"
+    by = ("--by", "operator-course", "--reason", "lost", "--root", local_root)
+    assert call("authority", "new-epoch", *by).code == 0
+    assert finding(call, local_root)["verdict"] == "warn"
+    assert call("resume", *by).code == 0
+
+
+def finding(call, root):
+    found = call("doctor", "--root", root, "--json").document["findings"]
+    return next(one for one in found if one["subject"] == "authority")
+
+
 # --- where the organization is ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verb", sorted({*VERBS} - {"init", "doctor", "demo crash", "demo store"}))
 def test_a_mistyped_root_creates_nothing_and_is_refused_with_the_reason(verb, call, tmp_path):
     typed = tmp_path / "mistyped" / "org"
-    values = {"--scope": "s", "--desired": "d", "--decision": "d", "--by": "a", "--owner": "a"}
+    values = {"--scope": "s", "--desired": "d", "--decision": "d", "--by": "a", "--owner": "a", "--reason": "r"}
     command = VERBS[verb]
     needed = ["x" for parameter in command.params if parameter.param_type_name == "argument"]
     for parameter in command.params:
@@ -479,6 +523,9 @@ def test_init_refuses_a_password_and_makes_no_settings(tmp_path, call):
 
 def test_init_completes_what_was_begun(local_root, call):
     (local_root / LEDGER_NAME).unlink()
+    lost = call("init", "--root", local_root, "--json")  # its marker is there, so it was not only begun
+    assert (lost.code, lost.error["category"]) == (4, "marker_without_ledger")
+    (local_root / LEDGER_NAME).with_suffix(".authority").unlink()
     assert call("init", "--root", local_root, "--json").document["changed"] is True
     assert call("status", "--root", local_root).code == 0
 

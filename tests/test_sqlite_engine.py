@@ -439,6 +439,7 @@ def test_hazard_73_two_names_of_one_ledger_exclude_each_other(
         "organization.db",
         "organization.db-wal",
         "organization.db-shm",
+        "organization.authority",
         "alias.db",
     }
 
@@ -467,7 +468,8 @@ def test_hazard_73_a_hard_linked_ledger_is_refused_until_it_has_one_name(db: Dat
 def test_a_file_name_is_a_file_name(tmp_path: Path, name: str) -> None:
     db = Database(tmp_path / name)
     bump(db)
-    assert sorted(each.name for each in tmp_path.iterdir()) == sorted([name, f"{name}-shm", f"{name}-wal"])
+    files = [name, f"{name}-shm", f"{name}-wal", db.authority.name]
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(files)
     reader = Database(tmp_path / name, read_only=True)
     assert counter(reader) == 1
     reader.close()

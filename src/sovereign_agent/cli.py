@@ -70,6 +70,7 @@ def application() -> typer.Typer:
 
     from sovereign_agent.commands import (
         actor,
+        authority,
         demo,
         doctor,
         heartbeat,
@@ -108,12 +109,17 @@ def application() -> typer.Typer:
         looking.inspect,
         supervisor.supervisor,
         heartbeat.heartbeat,
+        authority.pause,
+        authority.resume,
+        authority.backup,
+        authority.restore,
     ):
         app.command()(verb)
     for name, family in (
         ("outcome", outcome.app),
         ("actor", actor.app),
         ("ruling", judging.ruling),
+        ("authority", authority.app),
         ("demo", demo.app),
     ):
         app.add_typer(family, name=name)

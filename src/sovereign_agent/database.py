@@ -23,10 +23,25 @@ from pathlib import Path
 
 from sovereign_agent.clock import Clock, micros, moment
 from sovereign_agent.errors import ConfigurationFault, LedgerUnavailable
-from sovereign_agent.storage import migrate
+from sovereign_agent.storage import authority, migrate, sqlite_backup
+from sovereign_agent.storage.authority import Control, admit, read_marker
 from sovereign_agent.storage.engine import Connection, Migration, Result, Row, Transaction, Value, refuse_fork
 
-__all__ = ["LEDGER_NAME", "Connection", "Database", "Migration", "Result", "Row", "Transaction", "Value"]
+__all__ = [
+    "LEDGER_NAME",
+    "Connection",
+    "Control",
+    "Database",
+    "Migration",
+    "Result",
+    "Row",
+    "Transaction",
+    "Value",
+    "admit",
+    "authority",
+    "read_marker",
+    "sqlite_backup",
+]
 
 LEDGER_NAME = Path(".sovereign") / "organization.db"
 """Where an organization's ledger lies below its root."""
@@ -45,6 +60,8 @@ class Database:
         read_only: never write, not even a migration.
         clock: what `now` answers; by default the engine's own time. Tests inject a ManualClock.
         patience: how long a call waits for another writer before Contention.
+        authority_required: refuse a ledger that is not of its marker's epoch, or whose restore is not finished.
+            False is for the commands that look at that, or mend it. Reading is never refused.
 
     Raises LedgerUnavailable, SchemaMismatch, Contention.
     """
@@ -58,10 +75,11 @@ class Database:
         read_only: bool = False,
         clock: Clock | None = None,
         patience: timedelta = PATIENCE,
+        authority_required: bool = True,
     ) -> None:
         self.location = str(location)
         self._url = self.location if str(location).startswith(("postgresql://", "postgres://")) else ""
-        self._patience = patience
+        self.patience = patience
         self._clock = clock
         self.read_only = read_only
         self._pid = os.getpid()
@@ -70,7 +88,8 @@ class Database:
         self._all_lock = threading.Lock()
         self._closed = False
         self.path = self._resolved(location, root)
-        self._first_open(create=create)
+        self.authority = self.path.with_suffix(authority.SUFFIX)
+        self._first_open(create=create, authority_required=authority_required and not read_only)
 
     def _resolved(self, location: str | Path, root: Path | None) -> Path:
         if self._url:
@@ -86,15 +105,19 @@ class Database:
             )
         return sqlite.resolve(Path(location))
 
-    def _first_open(self, *, create: bool) -> None:
+    def _first_open(self, *, create: bool, authority_required: bool) -> None:
         """Look first: whatever is refused here is refused before a byte of it is changed."""
+        marked = os.path.lexists(self.authority)  # before the ledger: whoever makes both writes the marker last
         if not self._url:
-            self._require_file(create=create and not self.read_only)
+            self._require_file(create=create and not self.read_only and not marked)
         migrations = migrate.core_migrations()
         try:
             as_is = self._url or self.read_only
             with nullcontext(self.connection) if as_is else closing(self._open(read_only=True)) as look:
-                interrupted = not look.tables()
+                tables = look.tables()
+                interrupted = not tables
+                if authority_required and marked:
+                    self._require_named(tables)
                 if self.read_only or (interrupted and not create):
                     migrate.check(look, migrate.CORE, migrations)
                 else:
@@ -102,14 +125,42 @@ class Database:
             if not self.read_only:
                 self.connection.make_durable()
                 migrate.migrate(self.connection, migrate.CORE, migrations)
+            if authority_required:
+                authority.establish(self.connection, self.authority_mend)
+                self.require_authority()
         except BaseException:
             self.close()
             raise
+
+    def require_authority(self) -> None:
+        """Raise LedgerUnavailable unless ledger and marker are of one epoch and no restore stands between its steps."""
+        authority.require_agreement(self.connection, self.authority_mend)
+
+    @property
+    def authority_mend(self) -> str:
+        """The command for a ledger that is not of its marker's epoch."""
+        adopt = "sovereign-agent authority adopt, if another host began the epoch; else " if self._url else ""
+        return adopt + authority.NEW_EPOCH
+
+    def _require_named(self, tables: set[str]) -> None:
+        if authority.TABLE not in tables:
+            raise self._lost(f"{self.location} was emptied, or is older than that marker.")
+
+    def _lost(self, why: str) -> LedgerUnavailable:
+        return LedgerUnavailable(
+            f"The ledger of {self.authority} is gone.",
+            category="marker_without_ledger",
+            why=why,
+            inspect=f"ls -la {self.authority.parent}",
+            next_command="put the ledger or a backup of it back; to begin anew, remove the marker and init",
+        )
 
     def _require_file(self, *, create: bool) -> None:
         from sovereign_agent.storage import sqlite
 
         if not sqlite.exists(self.path, create=create):
+            if os.path.lexists(self.authority):
+                raise self._lost(f"There is no ledger at {self.path}.")
             raise LedgerUnavailable(
                 f"There is no ledger at {self.path}.",
                 category="ledger_missing",
@@ -134,15 +185,20 @@ class Database:
         return connection
 
     def _open(self, *, read_only: bool) -> Connection:
+        connection = self._session(read_only=read_only)
+        connection.authority = self.authority
+        return connection
+
+    def _session(self, *, read_only: bool) -> Connection:
         if self._url:
-            return _postgres(self._url, self._patience, read_only=read_only)
+            return _postgres(self._url, self.patience, read_only=read_only)
         if read_only:
             from sovereign_agent.storage.sqlite_reader import SQLiteReader
 
-            return SQLiteReader(self.path, patience=self._patience)
+            return SQLiteReader(self.path, patience=self.patience)
         from sovereign_agent.storage.sqlite import SQLiteConnection
 
-        return SQLiteConnection(self.path, patience=self._patience)
+        return SQLiteConnection(self.path, patience=self.patience)
 
     @property
     def engine(self) -> str:
@@ -179,6 +235,10 @@ class Database:
         connection: Connection | None = getattr(self._local, "connection", None)
         if connection is not None:
             connection.close()
+
+    def schema(self) -> dict[str, int]:
+        """The number of the newest migration in this ledger, by component."""
+        return migrate.newest(self.connection)
 
     def close(self) -> None:
         """Close every thread's connection. Idempotent."""

@@ -28,7 +28,7 @@ from typing import Any
 
 from sovereign_agent import journal, outcomes
 from sovereign_agent.clock import EPOCH, Clock, micros
-from sovereign_agent.database import Connection, Database, Row
+from sovereign_agent.database import Connection, Database, Row, admit
 from sovereign_agent.errors import (
     AlreadyHeld,
     AuthorityLost,
@@ -84,10 +84,13 @@ def acquire_actor_lease(
     """Take the right to host an actor, free or run out, for `ttl`.
 
     Raises AlreadyHeld (``actor_lease_held``) while another lease is current, this process's too: holding on
-    is `renew_actor_lease`. (Unit 8, Property 1)
+    is `renew_actor_lease`. Raises PolicyRefusal (``paused``) and AuthorityLost (``epoch_replaced``): a lease alone
+    runs nothing, but it is the first thing that a run takes, and a refused run leaves nothing behind. (Unit 8,
+    Property 1)
     """
     with db.transaction() as connection:
         token = next_token(connection)
+        admit(connection)
         now = db.now(clock)  # after the counter's row is ours: a wait must not make us judge by an old time
         taken = connection.execute(
             """
@@ -236,10 +239,11 @@ def acquire_execution_attempt(
     (Unit 8, Property 2)
 
     Raises AuthorityLost (``actor_lease_lost``), AlreadyHeld (``execution_attempt_held``), IllegalMove,
-    Refusal (``assignment_missing``).
+    Refusal (``assignment_missing``), PolicyRefusal (``paused``).
     """
     with db.immediate() as connection:
         token = next_token(connection)
+        admit(connection)
         lease = connection.execute("SELECT * FROM actor_leases WHERE actor_id = ? <for share>", (actor_id,)).fetchone()
         held = active_attempt(connection, assignment_id)
         now = db.now(clock)
@@ -504,6 +508,34 @@ def close_workspace(connection: Connection, attempt_id: str) -> None:
     connection.execute(
         "UPDATE execution_attempts SET workspace_open = 0 WHERE id = ? AND status <> 'ACTIVE'", (attempt_id,)
     )
+
+
+# --- a new epoch ------------------------------------------------------------------------------------------
+
+
+def advance_tokens(connection: Connection, *, above: int) -> None:
+    """From now on mint tokens greater than `above`, and than any that this ledger has seen."""
+    connection.execute(
+        "UPDATE lease_tokens SET value = CASE WHEN value < ? THEN ? ELSE value END + 1 WHERE id = 1", (above, above)
+    )
+
+
+def revoke_all(connection: Connection, now: datetime) -> None:
+    """Take every lease and every attempt from whoever holds it, as a restore must.
+
+    An attempt runs out at `now`, and the next tick ends it as ``worker_lost``. Its own terminal write is refused,
+    because the lease under it is gone.
+    """
+    connection.execute("DELETE FROM actor_leases")
+    connection.execute(
+        "UPDATE execution_attempts SET expires_at = ? WHERE status = 'ACTIVE' AND expires_at > ?",
+        (micros(now), micros(now)),
+    )
+
+
+def last_token(connection: Connection) -> int:
+    """The greatest fencing token that was ever minted here."""
+    return int(connection.execute("SELECT value FROM lease_tokens WHERE id = 1").rows[0][0])
 
 
 # --- helpers ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 
 from sovereign_agent import journal
 from sovereign_agent.clock import Clock, micros
-from sovereign_agent.database import Connection, Database, Row
+from sovereign_agent.database import Connection, Database, Row, admit
 from sovereign_agent.errors import AlreadyHeld, AuthorityLost, IllegalMove, PolicyRefusal, Refusal
 from sovereign_agent.fencing import next_token
 from sovereign_agent.records import Message, MessageState, from_row, new_id
@@ -99,13 +99,15 @@ def claim(
     out is taken afresh, under a greater token, by its former owner just as by anybody. (Unit 8, Property 3)
 
     Raises Refusal (``message_missing``), PolicyRefusal when it is addressed to another actor, AlreadyHeld
-    (``claim_held``), IllegalMove when it is DONE, DEAD or was delivered `MAX_DELIVERIES` times.
+    (``claim_held``), IllegalMove when it is DONE, DEAD or was delivered `MAX_DELIVERIES` times, PolicyRefusal
+    (``paused``), AuthorityLost (``epoch_replaced``).
     """
     with db.transaction() as connection:
         message = _addressed(connection, message_id, actor_id)
         if message.claim_owner == actor_id and _is_own_claim(message, actor_id, db.now(clock)):
             return message
         token = next_token(connection)
+        admit(connection)
         now = db.now(clock)
         taken = connection.execute(
             """
@@ -211,6 +213,16 @@ def _sweep(connection: Connection, row: Row, now: datetime) -> bool:
         detail = {"deliveries": row["deliveries"], "token": row["fencing_token"]}
         journal.record(connection, kind, row["id"], actor="", at=now, detail=detail)
     return changed.rowcount == 1
+
+
+def revoke_all(connection: Connection) -> None:
+    """Put every claimed message back to NEW, as a restore must. The delivery stays counted."""
+    connection.execute(
+        """
+        UPDATE messages SET state = 'NEW', claim_owner = NULL, fencing_token = NULL, claim_expires_at = NULL
+         WHERE state = 'CLAIMED'
+        """
+    )
 
 
 def _back_off(deliveries: int) -> timedelta:

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import psutil
 
-from sovereign_agent import configuration, fencing, liveness, relay
+from sovereign_agent import assistant_service, configuration, fencing, liveness, relay
 from sovereign_agent.clock import LAST_MICROS, moment
 from sovereign_agent.commands.printing import plain
 from sovereign_agent.configuration import AgentSettings, CommandSettings, ProviderSettings, ScriptedSettings, Settings
-from sovereign_agent.database import driver_versions
+from sovereign_agent.database import authority, driver_versions
 from sovereign_agent.errors import ConfigurationFault, SovereignError
 from sovereign_agent.organization import Organization
 
@@ -33,7 +33,8 @@ WORKERS_JUDGED = 200
 HEALTHY = (liveness.Decision.WORKING, liveness.Decision.QUIET)
 RECONCILE = "sovereign-agent supervisor --once"
 RUN_FOLDER = Path(".sovereign", "runs", "any")
-UNUSABLE = {"settings": 2, "ledger": 4}
+RESUME = "sovereign-agent resume --by ACTOR --reason TEXT"
+UNUSABLE = {"settings": 2, "ledger": 4, "authority": 4}
 """The exit code of a failed finding; no other ends in one."""
 
 
@@ -120,6 +121,7 @@ def _ledger(org: Organization) -> Iterator[Finding]:
     if org.db.engine == "sqlite":
         yield _file_system(org.db.path)
         yield _wal(org.db.path)
+    yield _authority(org)
     now = org.db.now()
     held = {"leases": _leases(org), "attempts": _attempts(org), "claims": _claims(org)}
     for kind, those in held.items():
@@ -156,6 +158,18 @@ def _workspaces(org: Organization) -> Iterator[Finding]:
     for host, number in sorted(left.items()):
         if host != here:
             yield Finding("workspaces", Verdict.OK, f"{number} left to a supervisor on {host}")
+
+
+def _authority(org: Organization) -> Finding:
+    health = assistant_service.health(org.db)
+    if health.restoring:
+        return Finding("authority", Verdict.FAIL, f"{health.restoring} was not finished", authority.UNFINISHED)
+    if not health.agrees:
+        told = f"the ledger is in {health.epoch}; the marker {org.db.authority}: {health.marker}"
+        return Finding("authority", Verdict.FAIL, told, org.db.authority_mend)
+    if health.paused:
+        return Finding("authority", Verdict.WARN, f"{health.epoch}, paused", RESUME)
+    return Finding("authority", Verdict.OK, health.epoch)
 
 
 def _file_system(path: Path) -> Finding:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -108,6 +109,8 @@ class Connection(ABC):
     """One session of one thread on one ledger. Not for sharing between threads or across a fork."""
 
     closed = True
+    authority: Path
+    """Where this host's authority marker of the ledger lies; `Database` says it."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -130,6 +133,19 @@ class Connection(ABC):
         self._require_open()
         try:
             return self._run(sql, bind(params))
+        except BaseException as error:
+            self._first_error = error
+            raise
+
+    def executemany(self, sql: str, rows: Sequence[Sequence[Value]]) -> int:
+        """Run one statement for each row of parameters, in the caller's transaction; return how many rows changed.
+
+        Every row is checked before the first one is sent. Raises as `execute` does; LedgerFault outside a transaction.
+        """
+        self._require_usable()
+        self._require_open()
+        try:
+            return self._run_many(sql, [bind(params) for params in rows])
         except BaseException as error:
             self._first_error = error
             raise
@@ -224,6 +240,9 @@ class Connection(ABC):
 
     @abstractmethod
     def _run(self, sql: str, params: tuple[Value, ...]) -> Result: ...
+
+    @abstractmethod
+    def _run_many(self, sql: str, rows: list[tuple[Value, ...]]) -> int: ...
 
     @abstractmethod
     def _begin(self, *, ledger_lock: bool) -> None: ...

@@ -121,6 +121,12 @@ def missing(connection: Connection, component: str, migrations: Sequence[Migrati
     return known[len(applied) :]
 
 
+def newest(connection: Connection) -> dict[str, int]:
+    """The number of the newest migration that the ledger has, by component."""
+    rows = connection.execute("SELECT component, max(number) FROM sovereign_migrations GROUP BY component")
+    return {str(row[0]): int(row[1]) for row in rows}
+
+
 def _stamps(connection: Connection, component: str) -> list[Row]:
     return connection.execute(
         "SELECT number, checksum, min_writer FROM sovereign_migrations WHERE component = ? ORDER BY number",

@@ -169,6 +169,14 @@ class PostgresConnection(Connection):
                 next_command="repeat the command",
             ) from error
 
+    def _run_many(self, sql: str, rows: list[tuple[Value, ...]]) -> int:
+        try:
+            cursor = self._raw.cursor()
+            cursor.executemany(cast("LiteralString", render(sql)), rows)
+        except psycopg.Error as error:
+            raise self._translated(error) from error
+        return cursor.rowcount
+
     def make_durable(self) -> None:
         """Nothing to do: every session asks for ``synchronous_commit``."""
 

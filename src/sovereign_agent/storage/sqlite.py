@@ -164,6 +164,12 @@ class SQLiteConnection(Connection):
         except sqlite3.Error as error:
             raise translated(error, self.path, self._holder) from error
 
+    def _run_many(self, sql: str, rows: list[tuple[Value, ...]]) -> int:
+        try:
+            return self._raw.executemany(render(sql), rows).rowcount
+        except sqlite3.Error as error:
+            raise translated(error, self.path, self._holder) from error
+
     def _begin(self, *, ledger_lock: bool) -> None:
         self._run("BEGIN IMMEDIATE", ())
 

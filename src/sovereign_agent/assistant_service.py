@@ -1,0 +1,359 @@
+"""The operator's acts on a whole ledger: back it up, restore it, pause it, resume it, begin a new epoch.
+
+A restore begins a new era of authority. Whoever held a lease, an attempt, a message or a work item before it may run
+on and read on, but holds nothing: its row is gone or is nobody's, its token is behind the counter, its epoch is not
+the ledger's. Nothing resumes by itself: a restored ledger is paused until a person says otherwise.
+
+    verified staging image, with the new epoch and every revocation in it      the ledger is not touched
+      -> pause, and the restore's id on the control row   (commit)             from here on nothing can be opened
+      -> new marker                                       (rename)
+      -> write lock -> safety copy -> the image's content (commit)
+      -> the control row closed                           (commit)             the ledger is open again, and paused
+
+A death between two of these is found at the next open. `finish_restore` goes on from wherever it stood;
+`roll_back_restore` brings back what was there. Both may die, and be repeated.
+
+On PostgreSQL its own tools make and restore backups, and `new_epoch` does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from sovereign_agent import assistant_work, fencing, journal, relay
+from sovereign_agent.clock import LAST_MICROS, micros, moment
+from sovereign_agent.database import Connection, Control, Database, authority, sqlite_backup
+from sovereign_agent.errors import (
+    AlreadyHeld,
+    AuthorityLost,
+    Contention,
+    IllegalMove,
+    LedgerUnavailable,
+    Refusal,
+    SchemaMismatch,
+)
+from sovereign_agent.records import new_id
+
+OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What an operator asks first. `marker` is the epoch that it names, or the category of what is wrong with it."""
+
+    epoch: str
+    marker: str
+    paused: bool
+    restoring: str
+    held: dict[str, int]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether ledger and marker are of one epoch, and no restore stands between its steps."""
+        return self.epoch == self.marker and not self.restoring
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore, or its rollback, left: the ledger is in `epoch`, and paused. `safety_copy` is what it held."""
+
+    restore_id: str
+    epoch: str
+    safety_copy: Path | None
+
+
+def health(db: Database) -> Health:
+    """The epoch on both sides, whether the ledger is paused or between two steps of a restore, and what is held."""
+    now = authority.control(db.connection)
+    held = {
+        "leases": len(fencing.expired_actor_leases(db, end_of_time)),  # by then every one has run out
+        "attempts": len(fencing.expired_execution_attempts(db, end_of_time)),
+        "claims": len(relay.current_claims(db.connection)),
+    }
+    return Health(now.epoch, marker_state(db), now.paused, now.restoring, held)
+
+
+def end_of_time() -> datetime:
+    """The last moment of the calendar."""
+    return moment(LAST_MICROS)
+
+
+def marker_state(db: Database) -> str:
+    """The epoch that this host's marker names, or the category of what is wrong with it."""
+    try:
+        return authority.read_marker(db.authority)
+    except AuthorityLost as error:
+        return error.category
+
+
+# --- pause and resume -------------------------------------------------------------------------------------
+
+
+def pause(db: Database, actor: str, reason: str) -> None:
+    """Let nothing new begin: no lease, run or claim. What runs may end, and a supervisor's tick recovers."""
+    _change(db, "authority.paused", actor, reason, paused=True)
+
+
+def resume(db: Database, actor: str, reason: str) -> None:
+    """Let work begin again.
+
+    Raises LedgerUnavailable (``restore_unfinished``, ``epoch_replaced`` or the marker's category) while ledger and
+    marker do not agree.
+    """
+    _change(db, "authority.resumed", actor, reason, paused=False)
+
+
+def _change(db: Database, kind: str, actor: str, reason: str, *, paused: bool) -> None:
+    _require_reason(actor, reason)
+    with db.immediate() as connection:
+        db.require_authority()
+        seen = authority.control(connection)
+        if not authority.change_control(connection, seen, paused=paused):
+            raise _overtaken()
+        _record(db, kind, seen, actor, {"reason": reason})
+
+
+# --- a new epoch ------------------------------------------------------------------------------------------
+
+
+def new_epoch(db: Database, actor: str, reason: str) -> str:
+    """Take all authority from everybody, begin an epoch, write this host's marker; the ledger is then paused.
+
+    For a ledger that came back in another way than by `restore`: by PostgreSQL's tools, with its whole disk, by hand.
+    An unfinished restore ends with it, and what the ledger holds now is what stays.
+    """
+    _require_reason(actor, reason)
+    epoch = authority.new_epoch()
+    with db.immediate() as connection:
+        before = authority.find_control(connection)
+        _begin_epoch(connection, epoch, db.now(), above=0)
+        detail = {"reason": reason, "before": before.epoch if before else "", "epoch": epoch}
+        _record(db, "authority.new_epoch", authority.control(connection), actor, detail)
+    authority.write_marker(db.authority, epoch)  # until it is written, neither old nor new is admitted
+    return epoch
+
+
+def adopt(db: Database) -> tuple[str, str]:
+    """Write this host's marker from the ledger's epoch, after another host began it; return both, the old one first.
+
+    Raises Refusal (``adopt_needs_hosts``) on SQLite, where there is no other host and the ledger alone proves nothing.
+    """
+    if db.engine == "sqlite":
+        raise Refusal(
+            "The ledger's epoch was not adopted.",
+            category="adopt_needs_hosts",
+            why="A SQLite ledger has one host. Its marker went its own way, so nobody vouches for the ledger's epoch.",
+            next_command=authority.NEW_EPOCH,
+        )
+    before, epoch = marker_state(db), authority.control(db.connection).epoch
+    authority.write_marker(db.authority, epoch)
+    return before, epoch
+
+
+def _begin_epoch(
+    connection: Connection, epoch: str, now: datetime, *, above: int, restoring: str = "", ledger_id: str = ""
+) -> None:
+    """Revoke every live authority in this ledger and let it be in `epoch`, paused."""
+    # The counter and the control row first: whoever was admitted has committed by now, and is seen and revoked.
+    fencing.advance_tokens(connection, above=max(above, micros(now)))
+    authority.begin_epoch(connection, epoch, paused=True, restoring=restoring, ledger_id=ledger_id)
+    fencing.revoke_all(connection, now)
+    relay.revoke_all(connection)
+    assistant_work.revoke_all(connection, now.timestamp())
+
+
+# --- backup and restore -----------------------------------------------------------------------------------
+
+
+def backup(db: Database, destination: Path | str) -> sqlite_backup.Image:
+    """Copy the ledger, while it is being written, to a new file that `restore` takes.
+
+    Raises IllegalMove (``backup_exists``, ``backup_folder``), Refusal (``postgresql_tools``), LedgerUnavailable.
+    """
+    _require_sqlite(db, "backed up", "pg_dump --format=custom --file=FILE DATABASE")
+    return sqlite_backup.back_up(db.path, Path(destination).absolute())
+
+
+def restore(db: Database, source: Path | str, *, actor: str = OPERATOR, reason: str = "") -> Restored:
+    """Bring the ledger back to a backup of it, under a new epoch, with all authority revoked, and paused.
+
+    Everything that can be wrong with `source` is refused before the ledger is touched: Refusal, the categories of
+    `sqlite_backup.take_in` and ``backup_foreign``; SchemaMismatch (``schema_newer``). AlreadyHeld
+    (``control_overtaken``) when another restore came first, LedgerUnavailable (``restore_unfinished``) when one was
+    ended half-way; Contention, and nothing changed, when a process keeps the write lock.
+    """
+    _require_sqlite(
+        db, "restored", "pg_restore --clean --dbname=DATABASE FILE, then sovereign-agent authority new-epoch"
+    )
+    restore_id = new_id("restore")
+    seen = authority.control(db.connection)
+    authority.require_finished(seen)
+    staging = _staging(db, restore_id)
+    try:
+        sqlite_backup.take_in(Path(source).absolute(), db.path, staging)
+        last_token = _prepare(db, seen, restore_id, actor, {"reason": reason, "source": str(source)})
+        _mark(db, seen, restore_id, last_token)
+    except BaseException:
+        sqlite_backup.remove(staging)
+        raise
+    return finish_restore(db)
+
+
+def finish_restore(db: Database) -> Restored:
+    """Carry an unfinished restore to its end from wherever it stood. Raises IllegalMove (``restore_none``)."""
+    now = _unfinished(db)
+    staging = _staging(db, now.restoring)
+    with _told_how_to_go_on():
+        epoch = _epoch_of(staging)
+        authority.write_marker(db.authority, epoch)
+        if now.epoch != epoch:
+            _put(db, now, staging, safety_copy=_safety_copy(db, now.restoring))
+        sqlite_backup.require_intact(db.path)
+        return _close(db, now.restoring)
+
+
+def roll_back_restore(db: Database, *, actor: str = OPERATOR) -> Restored:
+    """Undo an unfinished restore from wherever it stood; the ledger stays paused. Raises IllegalMove."""
+    now = _unfinished(db)
+    safety_copy, back = _safety_copy(db, now.restoring), _beside(db, now.restoring, "back")
+    with _told_how_to_go_on():
+        sqlite_backup.remove(back)
+        if safety_copy.exists():
+            sqlite_backup.take_in(safety_copy, db.path, back)
+            if _epoch_of(back) != now.epoch:  # the image's content is in the ledger already
+                _put(db, now, back, safety_copy=None)
+            sqlite_backup.remove(back)
+        authority.write_marker(db.authority, authority.control(db.connection).epoch)
+        return _close(db, now.restoring, rolled_back_by=actor)
+
+
+def _prepare(db: Database, live: Control, restore_id: str, actor: str, detail: dict[str, str]) -> int:
+    """Put into the staging image all that the ledger will be; return its token counter."""
+    staging = _staging(db, restore_id)
+    with closing(Database(staging, create=False, authority_required=False, clock=db.clock)) as image:
+        schema = db.schema()
+        newer = [name for name, number in image.schema().items() if number > schema.get(name, number)]
+        if newer:
+            raise SchemaMismatch(
+                f"The backup's schema of {', '.join(newer)} is newer than the ledger's.", category="schema_newer"
+            )
+        theirs = authority.find_control(image.connection)  # None in a backup from before ledgers had a name
+        if theirs and theirs.ledger_id != live.ledger_id:
+            raise Refusal(
+                "The ledger was not restored: the backup is another ledger's.",
+                category="backup_foreign",
+                why=f"It is of {theirs.ledger_id}, and this is {live.ledger_id}.",
+            )
+        with image.immediate() as connection:
+            epoch, above = authority.new_epoch(), fencing.last_token(db.connection)
+            _begin_epoch(connection, epoch, db.now(), above=above, restoring=restore_id, ledger_id=live.ledger_id)
+            detail |= {"restore": restore_id, "before": live.epoch, "epoch": epoch}
+            _record(image, "authority.restored", live, actor, detail)
+            return fencing.last_token(connection)
+
+
+def _put(db: Database, seen: Control, image: Path, *, safety_copy: Path | None) -> None:
+    """The image's content into the ledger, unless another has finished or rolled back in the meantime."""
+
+    def locked() -> None:
+        if authority.control(db.connection) != seen:
+            raise _overtaken()
+        if safety_copy:
+            sqlite_backup.back_up(db.path, safety_copy, replacing=True)
+
+    sqlite_backup.replace_content(db.path, image, patience=db.patience, locked=locked)
+
+
+def _close(db: Database, restore_id: str, rolled_back_by: str = "") -> Restored:
+    with db.immediate() as connection:
+        seen = authority.control(connection)
+        if seen.restoring != restore_id or not authority.change_control(connection, seen, paused=True):
+            raise _overtaken()
+        if rolled_back_by:
+            _record(db, "authority.rolled_back", seen, rolled_back_by, {"restore": restore_id})
+    sqlite_backup.remove(_staging(db, restore_id))
+    safety_copy = _safety_copy(db, restore_id)
+    return Restored(restore_id, seen.epoch, safety_copy if safety_copy.exists() else None)
+
+
+def _mark(db: Database, seen: Control, restore_id: str, last_token: int) -> None:
+    """Pause, and let no other restore begin: from here on no token is minted that the image does not know."""
+    with db.immediate() as connection:
+        behind = fencing.last_token(connection) >= last_token
+        if behind or not authority.change_control(connection, seen, paused=True, restoring=restore_id):
+            raise _overtaken()
+
+
+@contextmanager
+def _told_how_to_go_on() -> Generator[None]:
+    """Between the first step and the last a failure says what finishes the restore and what undoes it."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except (Contention, LedgerUnavailable, OSError) as error:
+        kind = Contention if isinstance(error, Contention) else LedgerUnavailable
+        raise kind(
+            "The restore stopped between two of its steps.",
+            category="restore_unfinished",
+            why=f"{error} {getattr(error, 'why', '')}".strip(),
+            inspect=authority.SHOW,
+            next_command=f"mend that, then {authority.UNFINISHED}",
+        ) from error
+
+
+def _unfinished(db: Database) -> Control:
+    now = authority.control(db.connection)
+    if not now.restoring:
+        raise IllegalMove("No restore of this ledger is unfinished.", category="restore_none")
+    return now
+
+
+def _epoch_of(image: Path) -> str:
+    with closing(Database(image, create=False, authority_required=False)) as opened:
+        return authority.control(opened.connection).epoch
+
+
+def _beside(db: Database, restore_id: str, what: str) -> Path:
+    return db.path.with_name(f"{db.path.name}.{restore_id}.{what}")
+
+
+def _staging(db: Database, restore_id: str) -> Path:
+    return _beside(db, restore_id, "staging")
+
+
+def _safety_copy(db: Database, restore_id: str) -> Path:
+    return _beside(db, restore_id, "before")
+
+
+def _require_sqlite(db: Database, done: str, instead: str) -> None:
+    if db.engine != "sqlite":
+        raise Refusal(
+            f"The ledger was not {done}.",
+            category="postgresql_tools",
+            why="It is on PostgreSQL, whose own tools do that.",
+            next_command=instead,
+        )
+
+
+def _require_reason(actor: str, reason: str) -> None:
+    if not actor.strip() or not reason.strip():
+        raise IllegalMove("Nothing was changed.", category="reason_missing", why="It needs an actor and a reason.")
+
+
+def _overtaken() -> AlreadyHeld:
+    return AlreadyHeld(
+        "Nothing was changed: somebody else was first.",
+        category="control_overtaken",
+        why="Another pause, resume, restore or new epoch came in between.",
+        inspect=authority.SHOW,
+        next_command="look, then repeat the command",
+    )
+
+
+def _record(db: Database, kind: str, control: Control, actor: str, detail: dict[str, str]) -> None:
+    journal.record(db.connection, kind, control.ledger_id, actor=actor, at=db.now(), detail=detail)

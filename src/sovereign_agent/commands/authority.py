@@ -1,0 +1,169 @@
+"""pause, resume, backup, restore, authority: the operator's acts on a whole ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sovereign_agent.commands.options import HERE, By, Json, Root
+from sovereign_agent.commands.printing import answer, entry
+from sovereign_agent.errors import IllegalMove, Refusal
+
+if TYPE_CHECKING:
+    from sovereign_agent.database import Database
+
+app = typer.Typer(help="See whose era of authority a ledger is in, and begin another.")
+
+Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for those who come after.")]
+RESUME = ("next", "sovereign-agent resume --by ACTOR --reason TEXT")
+
+
+def pause(*, by: By, reason: Reason, root: Root = HERE, json: Json = False) -> None:
+    """Let nothing new begin: no run and no claim. What runs may end, and the supervisor recovers."""
+    from sovereign_agent import assistant_service
+
+    with _ledger(root, by) as db:
+        assistant_service.pause(db, by, reason)
+    answer({"paused": True}, entry("The ledger is paused.", [RESUME]), as_json=json)
+
+
+def resume(*, by: By, reason: Reason, root: Root = HERE, json: Json = False) -> None:
+    """Let work begin again, after a pause, a restore or a new epoch. Nothing else does."""
+    from sovereign_agent import assistant_service
+
+    with _ledger(root, by) as db:
+        assistant_service.resume(db, by, reason)
+    answer({"paused": False}, entry("The ledger is no longer paused."), as_json=json)
+
+
+def backup(
+    destination: Annotated[Path, typer.Argument(metavar="FILE", help="A new file; none is ever overwritten.")],
+    *,
+    root: Root = HERE,
+    json: Json = False,
+) -> None:
+    """Copy the ledger to a file, while work goes on. The copy is verified before it gets its name."""
+    from sovereign_agent import assistant_service
+
+    with _ledger(root, authority_required=False) as db:
+        image = assistant_service.backup(db, destination)
+    facts = [
+        ("bytes", image.size_bytes),
+        ("rows", sum(image.rows.values())),
+        ("content", f"sha256 {image.digest}"),
+        ("next", f"sovereign-agent restore {image.path} --by ACTOR --reason TEXT"),
+    ]
+    answer(image, entry(f"The ledger is backed up to {image.path}.", facts), as_json=json)
+
+
+def restore(
+    source: Annotated[Path | None, typer.Argument(metavar="FILE", help="What `backup` made.")] = None,
+    *,
+    by: By,
+    reason: Reason = "",
+    go_on: Annotated[bool, typer.Option("--resume", help="Finish a restore that was ended half-way.")] = False,
+    rollback: Annotated[bool, typer.Option("--rollback", help="Undo a restore that was ended half-way.")] = False,
+    root: Root = HERE,
+    json: Json = False,
+) -> None:
+    """Bring the ledger back to a backup. All authority is revoked, a new epoch begins, and the ledger is paused."""
+    from sovereign_agent import assistant_service
+
+    if [source is not None, go_on, rollback].count(True) != 1:
+        raise IllegalMove(
+            "Nothing was restored.", category="usage", why="It takes one of: a FILE, --resume, --rollback."
+        )
+    with _ledger(root, by, authority_required=False) as db:
+        if source:
+            done = assistant_service.restore(db, source, actor=by, reason=reason)
+        elif go_on:
+            done = assistant_service.finish_restore(db)
+        else:
+            done = assistant_service.roll_back_restore(db, actor=by)
+    what = "was rolled back" if rollback else "is restored"
+    facts = [("epoch", done.epoch), ("before", done.safety_copy), RESUME]
+    answer(done, entry(f"The ledger {what}, and is paused.", facts), as_json=json)
+
+
+@app.command()
+def show(*, root: Root = HERE, json: Json = False) -> None:
+    """Show the epoch on both sides, whether the ledger is paused, and what is held."""
+    from sovereign_agent import assistant_service
+
+    with _ledger(root, read_only=True) as db:
+        health = assistant_service.health(db)
+        ledger, marker = db.location, db.authority
+    facts = [
+        ("ledger", health.epoch),
+        ("marker", health.marker),
+        ("restoring", health.restoring),
+        ("held", ", ".join(f"{number} {kind}" for kind, number in health.held.items())),
+        ("look", f"{marker}"),
+    ]
+    state = ("paused" if health.paused else "running") if health.agrees else "closed: ledger and marker do not agree"
+    document = {"ledger": ledger, "marker_path": marker, "agrees": health.agrees, "health": health}
+    answer(document, entry(f"The ledger is {state}.", facts), as_json=json)
+
+
+@app.command("new-epoch")
+def new_epoch(*, by: By, reason: Reason, root: Root = HERE, json: Json = False) -> None:
+    """Revoke all authority and begin a new epoch, after the ledger came back by other means than `restore`."""
+    from sovereign_agent import assistant_service
+
+    with _ledger(root, by, authority_required=False) as db:
+        epoch = assistant_service.new_epoch(db, by, reason)
+    facts = [("epoch", epoch), ("hosts", "each other host: sovereign-agent authority adopt --yes"), RESUME]
+    answer(
+        {"epoch": epoch, "paused": True}, entry("A new epoch has begun, and the ledger is paused.", facts), as_json=json
+    )
+
+
+@app.command()
+def adopt(
+    *,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; without it, both epochs are only shown.")] = False,
+    root: Root = HERE,
+    json: Json = False,
+) -> None:
+    """Take the ledger's epoch into this host's marker, after another host has begun it. PostgreSQL only."""
+    from sovereign_agent import assistant_service
+
+    with _ledger(root, authority_required=False) as db:
+        health = assistant_service.health(db)
+        if not yes:
+            raise Refusal(
+                "The ledger's epoch was not adopted.",
+                category="not_confirmed",
+                why=f"The ledger is in {health.epoch}, and this host's marker: {health.marker}. If another host began"
+                " that epoch, adopt it; if the ledger itself came back from somewhere, begin a new one.",
+                inspect="sovereign-agent authority show",
+                next_command="sovereign-agent authority adopt --yes",
+            )
+        before, epoch = assistant_service.adopt(db)
+    answer({"before": before, "epoch": epoch}, entry(f"This host is in {epoch}.", [("before", before)]), as_json=json)
+
+
+@contextmanager
+def _ledger(
+    root: Path, by: str = "", *, read_only: bool = False, authority_required: bool = True
+) -> Generator[Database]:
+    """The ledger alone, also where an organization would not open; `by` must be an actor of it."""
+    from sovereign_agent import configuration
+    from sovereign_agent.database import LEDGER_NAME, Database
+
+    settings = configuration.load(root)
+    if by:
+        settings.actor(by)
+    database = Database(
+        settings.ledger.url or root.resolve() / LEDGER_NAME,
+        root=root.resolve(),
+        create=False,
+        read_only=read_only,
+        authority_required=authority_required,
+    )
+    with closing(database):
+        yield database

@@ -1,0 +1,225 @@
+"""The epoch: whose era of authority a ledger is in. Home of assistant_control and of the marker beside the ledger.
+
+An epoch is a random name. The ledger has it in its one control row, and each host has it in a small file, the
+marker, outside the ledger. A copy of the ledger that comes back brings the old epoch along, or a new one, but never
+the marker's; so a comparison of the two shows what the ledger alone cannot know: that it is not the one it was.
+
+Every grant of authority asks `admit` inside the transaction that grants it. The marker is written when a ledger is
+made, by a restore, by `authority new-epoch` and by `authority adopt`, and by nothing else: whatever is wrong with it
+closes the door, and nobody here mends it unasked.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from sovereign_agent.configuration import replace_file
+from sovereign_agent.errors import AuthorityLost, ConstraintBroken, LedgerUnavailable, PolicyRefusal
+from sovereign_agent.storage.engine import Connection, Transaction
+
+TABLE = "assistant_control"
+SUFFIX = ".authority"
+NEW_EPOCH = "sovereign-agent authority new-epoch --by ACTOR --reason TEXT"
+SHOW = "sovereign-agent authority show"
+UNFINISHED = "sovereign-agent restore --by ACTOR --resume, or --rollback"
+
+_EPOCH = re.compile(rb"epoch_[0-9a-f]{32}\n")
+_ANY = b"epoch_" + b"0" * 32 + b"\n"
+_LONGEST_BYTES = 64
+_OPENING = {
+    errno.ENOENT: ("marker_missing", "there is no such file"),
+    errno.ELOOP: ("marker_link", "it is a symbolic link"),
+    errno.EISDIR: ("marker_not_a_file", "it is a folder"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """The control row. `restoring` is the id of a restore that stands between its steps, else empty."""
+
+    ledger_id: str
+    epoch: str
+    paused: bool
+    restoring: str
+
+
+def new_epoch() -> str:
+    """A fresh ``epoch_<32 hex>``."""
+    return f"epoch_{uuid4().hex}"
+
+
+# --- the marker -------------------------------------------------------------------------------------------
+
+
+def read_marker(path: Path) -> str:
+    """The epoch that this host's marker names.
+
+    Raises AuthorityLost, ``marker_missing``, ``_empty``, ``_torn``, ``_foreign``, ``_not_a_file``, ``_link`` or
+    ``_unreadable``: nothing but one whole epoch and a newline is a marker.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            content = os.read(file, _LONGEST_BYTES)
+        finally:
+            os.close(file)
+    except OSError as error:
+        category, why = _OPENING.get(error.errno or 0, ("marker_unreadable", str(error.strerror)))
+        raise _unavailable(path, category, why) from error
+    if _EPOCH.fullmatch(content):
+        return content[:-1].decode()
+    if not content:
+        raise _unavailable(path, "marker_empty", "it is empty")
+    if _EPOCH.fullmatch(content + _ANY[len(content) :]):
+        raise _unavailable(path, "marker_torn", "only the beginning of an epoch is left in it")
+    raise _unavailable(path, "marker_foreign", "what is in it is no epoch")
+
+
+def write_marker(path: Path, epoch: str) -> None:
+    """Put `epoch` into the marker, durably and whole. Raises OSError; the old marker then still stands."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        replace_file(folder, path.name, f"{epoch}\n".encode())
+    finally:
+        os.close(folder)
+
+
+def _unavailable(path: Path, category: str, why: str) -> AuthorityLost:
+    return AuthorityLost(
+        "authority marker is unavailable",
+        category=category,
+        why=f"{path}: {why}.",
+        inspect=SHOW,
+        next_command="sovereign-agent doctor",
+    )
+
+
+# --- the control row --------------------------------------------------------------------------------------
+
+
+def find_control(connection: Connection) -> Control | None:
+    """The control row as it is now; None in a ledger that has no epoch yet."""
+    row = connection.execute("SELECT * FROM assistant_control WHERE id = 1").fetchone()
+    return Control(row["ledger_id"], row["epoch"], bool(row["paused"]), row["restoring"]) if row else None
+
+
+def control(connection: Connection) -> Control:
+    """The control row as it is now. Raises ConstraintBroken when it is gone."""
+    found = find_control(connection)
+    if found is None:
+        raise ConstraintBroken(
+            "The control row is gone.", category="control_missing", inspect=f"table {TABLE}", next_command=NEW_EPOCH
+        )
+    return found
+
+
+def admit(connection: Connection) -> None:
+    """Raise unless new authority may be granted in this transaction, at whose end the control row is still the same.
+
+    Raises AuthorityLost (``epoch_replaced``, or the marker's own category) and PolicyRefusal (``paused``).
+    """
+    row = connection.execute("SELECT epoch, paused FROM assistant_control WHERE id = 1 <for share>").fetchone()
+    if row is None or row["epoch"] != read_marker(connection.authority):
+        raise AuthorityLost(
+            "runtime paused or replaced by restore",
+            category="epoch_replaced",
+            why="The ledger and this host's authority marker are not of one epoch.",
+            inspect=SHOW,
+            next_command="sovereign-agent doctor",
+        )
+    if row["paused"]:
+        raise PolicyRefusal(
+            "Nothing new is begun: this ledger is paused.",
+            category="paused",
+            why="Somebody paused it, or it was restored. It does not resume by itself.",
+            inspect=SHOW,
+            next_command="sovereign-agent resume --by ACTOR --reason TEXT",
+        )
+
+
+def begin_epoch(connection: Connection, epoch: str, *, paused: bool, restoring: str = "", ledger_id: str = "") -> None:
+    """Let the ledger be in `epoch`. One that has an id keeps it; one that has none gets `ledger_id`, or a new one."""
+    connection.execute(
+        """
+        INSERT INTO assistant_control (id, ledger_id, epoch, paused, restoring) VALUES (1, ?, ?, ?, ?)
+        ON CONFLICT (id) DO UPDATE
+           SET epoch = excluded.epoch, paused = excluded.paused, restoring = excluded.restoring
+        """,
+        (ledger_id or f"ledger_{uuid4().hex}", epoch, paused, restoring),
+    )
+
+
+def change_control(connection: Connection, seen: Control, *, paused: bool, restoring: str = "") -> bool:
+    """Pause, resume, or open and close a restore. False, and nothing changed, unless the row is still as `seen`."""
+    changed = connection.execute(
+        """
+        UPDATE assistant_control SET paused = ?, restoring = ?
+         WHERE id = 1 AND epoch = ? AND paused = ? AND restoring = ?
+        """,
+        (paused, restoring, seen.epoch, seen.paused, seen.restoring),
+    )
+    return changed.rowcount == 1
+
+
+# --- opening ----------------------------------------------------------------------------------------------
+
+
+def establish(connection: Connection, mend: str) -> None:
+    """Give a ledger without a control row its first epoch: the marker first, durably, then the row.
+
+    A marker that is there already was left by a first start that died between the two, and is taken.
+    Raises LedgerUnavailable when it cannot be read; `mend` is the command that begins or takes a new epoch.
+    """
+    if find_control(connection):
+        return
+    with Transaction(connection, ledger_lock=True):
+        if find_control(connection):
+            return
+        if os.path.lexists(connection.authority):
+            epoch = _marked(connection, mend)
+        else:
+            epoch = new_epoch()
+            write_marker(connection.authority, epoch)
+        begin_epoch(connection, epoch, paused=False)
+
+
+def require_agreement(connection: Connection, mend: str) -> None:
+    """Raise LedgerUnavailable unless ledger and marker are of one epoch and no restore stands between its steps."""
+    now = control(connection)
+    require_finished(now)
+    marked = _marked(connection, mend)
+    if marked != now.epoch:
+        raise LedgerUnavailable(
+            "The ledger and this host's authority marker are not of one epoch.",
+            category="epoch_replaced",
+            why=f"The ledger is in {now.epoch}, and {connection.authority} names {marked}.",
+            inspect=SHOW,
+            next_command=mend,
+        )
+
+
+def require_finished(now: Control) -> None:
+    """Raise LedgerUnavailable (``restore_unfinished``) while a restore stands between its steps."""
+    if now.restoring:
+        raise LedgerUnavailable(
+            "A restore of this ledger was not finished.",
+            category="restore_unfinished",
+            why=f"{now.restoring} stands between two of its steps: it is still at work, or it was ended.",
+            inspect=SHOW,
+            next_command=UNFINISHED,
+        )
+
+
+def _marked(connection: Connection, mend: str) -> str:
+    try:
+        return read_marker(connection.authority)
+    except AuthorityLost as error:
+        raise LedgerUnavailable(
+            str(error), category=error.category, why=error.why, inspect=SHOW, next_command=mend
+        ) from error
