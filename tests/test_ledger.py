@@ -536,6 +536,33 @@ def test_a_rowcount_means_the_same_on_both_engines(pairs: Database) -> None:
     assert [(sql, pairs.connection.execute(sql).rowcount) for sql, _ in ROWCOUNTS] == ROWCOUNTS
 
 
+ADD = "INSERT INTO pairs (n, half) VALUES (?, ?) ON CONFLICT DO NOTHING"
+
+
+def test_one_statement_for_many_rows_changes_all_of_them_and_counts_them(pairs: Database, location: Location) -> None:
+    with pairs.transaction() as connection:
+        assert connection.executemany(ADD, [(n, "left") for n in range(3)]) == 3
+        assert connection.executemany(ADD, [(n, "left") for n in range(5)]) == 2
+    assert kept(location) == [(n, "left") for n in range(5)]
+
+
+def test_one_statement_for_many_rows_needs_a_transaction(pairs: Database, location: Location) -> None:
+    with pytest.raises(LedgerFault):
+        pairs.connection.executemany(ADD, [(1, "left")])
+    assert kept(location) == []
+
+
+@pytest.mark.parametrize("last", [(None, "left"), (2, "a\0b")], ids=["constraint", "value"])
+def test_a_failed_statement_of_many_is_the_last_one_of_its_transaction(
+    pairs: Database, location: Location, last: tuple[Any, str]
+) -> None:
+    with pytest.raises(LedgerFault), pairs.transaction() as connection:
+        with suppress(ConstraintBroken, IllegalMove):
+            connection.executemany(ADD, [(1, "left"), last])
+        add(connection, 3, "left")
+    assert kept(location) == []
+
+
 def test_a_row_that_breaks_a_constraint_is_refused_with_one_error(pairs: Database) -> None:
     for sql in (
         "INSERT INTO pairs (n, half) VALUES (NULL, 'a')",

@@ -70,6 +70,7 @@ def application() -> typer.Typer:
 
     from sovereign_agent.commands import (
         actor,
+        assistant,
         demo,
         doctor,
         heartbeat,
@@ -114,6 +115,7 @@ def application() -> typer.Typer:
         ("outcome", outcome.app),
         ("actor", actor.app),
         ("ruling", judging.ruling),
+        ("assistant", assistant.app),
         ("demo", demo.app),
     ):
         app.add_typer(family, name=name)
