@@ -237,7 +237,7 @@ def test_a_newer_extension_is_refused_untouched_unless_it_lets_this_program_writ
     "change",
     [
         f"UPDATE {STAMPS} SET checksum = 'x' WHERE component = '{CORE}'",
-        f"UPDATE {STAMPS} SET number = number + 1 WHERE component = '{CORE}'",
+        f"UPDATE {STAMPS} SET number = number + 1 WHERE component = '{CORE}' AND number = {NEWEST}",
     ],
 )
 def test_an_altered_stamp_is_refused_untouched(location: Location, change: str) -> None:

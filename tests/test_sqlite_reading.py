@@ -193,7 +193,7 @@ def test_the_folder_and_the_files_are_for_their_owner_alone(tmp_path: Path) -> N
     finally:
         os.umask(before)
     assert oct((tmp_path / "org").stat().st_mode & 0o777) == "0o700"
-    assert modes == dict.fromkeys(("a.db", "a.db-wal", "a.db-shm"), "0o600")
+    assert modes == dict.fromkeys(("a.db", "a.db-wal", "a.db-shm", "a.authority"), "0o600")
 
 
 @pytest.fixture
@@ -301,6 +301,8 @@ def test_hazard_75_a_companion_that_is_another_users_is_named(public: Path) -> N
     path.chmod(0o666)
     for suffix in ("-wal", "-shm"):
         Path(f"{path}{suffix}").chmod(0o644)
+    assert "marker is unavailable" in told(write_there, path)[1]
+    db.authority.chmod(0o644)
     uid, text = told(write_there, path)
     assert text.startswith("LedgerUnavailable")
     assert "-shm" in text

@@ -5,6 +5,7 @@ A minimal stand-in until the whole room lands.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from sovereign_agent.errors import AuthorityLost, PolicyRefusal
@@ -20,7 +21,9 @@ def new_epoch() -> str:
 def read_marker(path: Path) -> str:
     """The epoch that the marker names. Raises AuthorityLost (``marker_missing``, ``marker_empty``)."""
     try:
-        epoch = path.read_text("ascii").strip()
+        file = os.open(path, os.O_RDONLY)
+        epoch = os.read(file, 64).decode().strip()
+        os.close(file)
     except OSError as error:
         raise AuthorityLost("authority marker is unavailable", category="marker_missing", why=str(error)) from None
     if not epoch:
@@ -33,6 +36,7 @@ def write_marker(path: Path, epoch: str) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{epoch}")
     temporary.write_text(f"{epoch}\n", "ascii")
+    temporary.chmod(0o600)
     temporary.replace(path)
 
 
