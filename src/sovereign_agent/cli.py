@@ -70,6 +70,7 @@ def application() -> typer.Typer:
 
     from sovereign_agent.commands import (
         actor,
+        assistant,
         authority,
         demo,
         doctor,
@@ -119,6 +120,7 @@ def application() -> typer.Typer:
         ("outcome", outcome.app),
         ("actor", actor.app),
         ("ruling", judging.ruling),
+        ("assistant", assistant.app),
         ("authority", authority.app),
         ("demo", demo.app),
     ):

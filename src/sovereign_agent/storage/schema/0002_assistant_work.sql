@@ -62,7 +62,8 @@ CREATE TABLE assistant_delegations (
     child_id TEXT PRIMARY KEY NOT NULL REFERENCES assistant_work (id),
     parent_id TEXT NOT NULL REFERENCES assistant_work (id),
     deadline <integer> NOT NULL CHECK (deadline BETWEEN 0 AND 253402300799999999),
-    budget <integer> NOT NULL CHECK (budget > 0)
+    budget <integer> NOT NULL CHECK (budget > 0),
+    created_at <integer> NOT NULL
 ) <strict>;
 CREATE INDEX assistant_delegations_by_parent ON assistant_delegations (parent_id);
 <append only assistant_delegations: child_id>

@@ -1,0 +1,193 @@
+"""assistant: the queue of turns, by hand. What a claim allows is decided by the ledger, not here."""
+
+from __future__ import annotations
+
+import json as codec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sovereign_agent.commands.options import HERE, By, Json, Root, opened
+from sovereign_agent.commands.printing import answer, entry
+from sovereign_agent.errors import IllegalMove
+
+if TYPE_CHECKING:
+    from sovereign_agent.assistant_work import Claim
+    from sovereign_agent.database import Row
+
+app = typer.Typer(help="The assistant's queue of turns.")
+
+WorkId = Annotated[str, typer.Argument(metavar="ITEM", help="A work_ id.")]
+Role = Annotated[str, typer.Option("--role", metavar="ROLE", help="Who works on it: shop, research, or your own.")]
+Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="What is asked: 1 to 100,000 characters.")]
+Origin = Annotated[
+    str, typer.Option("--origin", metavar="NAME", help="What caused it. The same origin is the same item.")
+]
+TIMES = ("expires_at", "available_at", "created_at", "finished_at")
+
+
+@app.command()
+def enqueue(
+    session: Annotated[str, typer.Argument(metavar="SESSION", help="The conversation; one turn of it runs at a time.")],
+    prompt: Prompt,
+    *,
+    origin: Origin = "",
+    role: Role = "shop",
+    subject: Annotated[str, typer.Option("--subject", metavar="TEXT", help="What it is about.")] = "",
+    control: Annotated[bool, typer.Option("--control", help="Let it go before everything that is not.")] = False,
+    after: Annotated[float, typer.Option("--after", metavar="SECONDS", help="Nobody gets it before.")] = 0,
+    retries: Annotated[int, typer.Option("--retries", metavar="N", help="How often it may fail and come back.")] = 0,
+    root: Root = HERE,
+    json: Json = False,
+) -> None:
+    """Put one turn of a conversation into the queue."""
+    from sovereign_agent import assistant_work
+    from sovereign_agent.records import new_id
+
+    with opened(root) as org:
+        item = assistant_work.enqueue(
+            org.db,
+            origin or new_id("cli"),
+            session,
+            prompt,
+            role=role,
+            subject=subject,
+            control=control,
+            available_after=after,
+            retries=retries,
+        )
+        found = _shown(assistant_work.get_work(org.db.connection, item))
+    facts = [("look", f"sovereign-agent assistant status {item}"), ("next", "sovereign-agent assistant claim OWNER")]
+    answer(found, entry(f"Item {item} is {found['status']}.", facts), as_json=json)
+
+
+@app.command()
+def claim(
+    owner: Annotated[str, typer.Argument(metavar="OWNER", help="The name that the claim is made under.")],
+    *,
+    ttl: Annotated[float, typer.Option("--ttl", metavar="SECONDS", help="How long it holds.")] = 90,
+    role: Role = "shop",
+    root: Root = HERE,
+    json: Json = False,
+) -> None:
+    """Take the right to work on the next item. With --json: the claim, as delegate takes it, or null."""
+    from sovereign_agent import assistant_work
+
+    with opened(root) as org:
+        taken = assistant_work.claim(org.db, owner, ttl=ttl, role=role)
+    if taken is None:
+        answer(None, "There is nothing to claim.", as_json=json)
+        return
+    facts = [("prompt", taken.prompt), ("session", taken.session), ("about", taken.subject), ("epoch", taken.epoch)]
+    answer(taken, entry(f"{owner} has item {taken.id}, generation {taken.generation}.", facts), as_json=json)
+
+
+@app.command()
+def status(
+    item: Annotated[str, typer.Argument(metavar="[ITEM]", help="A work_ id; without one, all that is open.")] = "",
+    *,
+    root: Root = HERE,
+    json: Json = False,
+) -> None:
+    """Show one item, or up to 100 of each kind that are not finished."""
+    from sovereign_agent import assistant_work
+
+    with opened(root, read_only=True) as org:
+        connection = org.db.connection
+        rows = [assistant_work.get_work(connection, item)] if item else assistant_work.open_work(connection)
+        found = [_shown(row) for row in rows]
+    text = "\n".join(entry(f"{each['status']} {each['id']}", _facts(each)) for each in found)
+    answer(found[0] if item else {"open": found}, text or "Nothing is open.", as_json=json)
+
+
+@app.command()
+def cancel(item: WorkId, *, by: By, root: Root = HERE, json: Json = False) -> None:
+    """Call an item off, a running one too: its worker may go on, and nothing that it does is recorded any more."""
+    from sovereign_agent import assistant_work
+
+    with opened(root) as org:
+        org.settings.actor(by)
+        assistant_work.cancel(org.db, item, actor=by)
+        found = _shown(assistant_work.get_work(org.db.connection, item))
+    answer(found, entry(f"Item {item} is {found['status']}."), as_json=json)
+
+
+@app.command()
+def delegate(
+    prompt: Prompt,
+    *,
+    claim: Annotated[
+        Path, typer.Option("--claim", metavar="FILE", allow_dash=True, help="What claim --json printed; - for stdin.")
+    ],
+    seconds: Annotated[float, typer.Option("--for", metavar="SECONDS", help="From now on; then it is over.")],
+    budget: Annotated[int, typer.Option("--budget", metavar="N", help="What it may spend, in its worker's units.")],
+    origin: Origin = "",
+    root: Root = HERE,
+    json: Json = False,
+) -> None:
+    """Queue an item of role research below a claim of yours; it ends with its time, or when yours is canceled."""
+    from sovereign_agent import assistant_work
+    from sovereign_agent.clock import micros
+
+    with opened(root) as org:
+        parent = _presented(claim)
+        deadline = micros(org.db.connection.now()) / 1_000_000 + seconds
+        child = assistant_work.delegate(org.db, parent, prompt, deadline=deadline, budget=budget, origin=origin)
+        found = _shown(assistant_work.get_work(org.db.connection, child))
+    facts = [("next", "sovereign-agent assistant claim OWNER --role research")]
+    answer(found, entry(f"Item {child} is {found['status']}.", facts), as_json=json)
+
+
+@app.command()
+def transcript(
+    item: WorkId,
+    *,
+    after: Annotated[int, typer.Option("--after", metavar="N", help="Only what stands behind line N.")] = 0,
+    root: Root = HERE,
+    json: Json = False,
+) -> None:
+    """Show what was said over an item, 1,000 lines at most, each with the generation that wrote it."""
+    from sovereign_agent import assistant_work
+    from sovereign_agent.clock import moment
+
+    with opened(root, read_only=True) as org:
+        assistant_work.get_work(org.db.connection, item)
+        lines = [
+            dict(row) | {"message": codec.loads(row["message"]), "created_at": moment(row["created_at"])}
+            for row in assistant_work.transcript(org.db.connection, item, after=after)
+        ]
+    text = "\n".join(
+        entry(f"{line['seq']}  generation {line['generation']}", [("said", codec.dumps(line["message"]))])
+        for line in lines
+    )
+    answer({"lines": lines}, text or "Nothing was said yet.", as_json=json)
+
+
+def _shown(row: Row) -> dict[str, Any]:
+    """An item as it is shown: times as moments."""
+    from sovereign_agent.clock import moment
+
+    item = dict(zip(row.keys(), row, strict=True))
+    return item | {name: moment(item[name]) for name in TIMES if item[name]}
+
+
+def _facts(item: dict[str, Any]) -> list[tuple[str, object]]:
+    shown = ("session", "role", "subject", "generation", "owner", "expires_at", "losses", "result", "prompt")
+    return [(name, item[name]) for name in shown if item[name]]
+
+
+def _presented(path: Path) -> Claim:
+    """The claim that a file holds. Raises IllegalMove (``claim_unreadable``)."""
+    from sovereign_agent.assistant_work import Claim
+
+    try:
+        text = typer.get_text_stream("stdin").read() if str(path) == "-" else path.read_text("utf-8")
+        return Claim(**codec.loads(text))
+    except (OSError, TypeError, ValueError) as error:
+        raise IllegalMove(
+            f"{path} holds no claim.",
+            category="claim_unreadable",
+            why=str(error),
+            next_command="sovereign-agent assistant claim OWNER --json > FILE",
+        ) from error
