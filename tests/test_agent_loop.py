@@ -139,7 +139,8 @@ def test_the_reason_of_a_failure_goes_to_the_record_and_never_to_the_model():
 
 def test_the_model_is_asked_as_often_as_allowed_and_not_once_more():
     turns = [order(amount) for amount in range(5)]
-    assert run(turns, limits=replace(LIMITS, model_calls=3)).status == "MODEL_CALL_LIMIT"
+    stopped = run(turns, limits=replace(LIMITS, model_calls=3))
+    assert (stopped.status, stopped.model_calls) == ("MODEL_CALL_LIMIT", 3)
     model = Strict([*turns[:3], DONE])
     result = run_loop(model, Shop().dispatcher, ASK, limits=replace(LIMITS, model_calls=4))
     assert (result.status, result.model_calls, len(model.asked)) == ("COMPLETED", 4, 4)

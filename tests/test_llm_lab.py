@@ -412,6 +412,41 @@ def test_lucys_stock_is_read_as_it_stands_and_seeding_again_changes_nothing(db):
     assert "urgent" not in describe(result, "scripted")
 
 
+class Finding(NoArguments):
+    text: str
+
+
+def test_the_same_recording_tells_the_same_story_under_a_lost_authority_and_writes_nothing(db):
+    seed_lucy(db)
+    current, written, gate = [True], [], []
+
+    def before_write(call: Any) -> None:
+        gate.append(call.name)
+        if not current[0]:
+            raise PermissionError("runtime paused or replaced by restore")
+
+    tools = [
+        shop_dispatcher(db).tools["list_stock"],
+        ExecutableTool("status", "", NoArguments, lambda _: {"current": current[0]}),
+        ExecutableTool("record", "", Finding, lambda finding: written.append(finding.text), consequential=True),
+    ]
+    names = [("list_stock", {}), ("record", {"text": "a"}), ("record", {"text": "b", "urgent": True})]
+    names += [("record", {"text": "b"}), ("status", {})]
+    turns = [scripted_turn(calls=[{"name": name, "arguments": given}]) for name, given in names]
+    dispatcher = Dispatcher(tools, allowed=frozenset(tool.name for tool in tools), before_write=before_write)
+    runs: list[LoopResult] = []
+    for now in (True, False):
+        current[0] = now
+        runs.append(run_loop(ScriptedModel([*turns, TURNS[1]]), dispatcher, ASK, limits=replace(LIMITS, model_calls=8)))
+    good, stale = (tool_trace(each) for each in runs)
+    assert [each.status for each in runs] == ["COMPLETED", "COMPLETED"]
+    assert [step["ok"] for step in good] == [True, True, False, True, True]
+    assert [step["ok"] for step in stale] == [True, False, False, False, True]
+    assert [step["result"] for step in stale[1:4]] == ["tool_failed", "invalid_arguments", "tool_failed"]
+    assert (stale[4]["result"], written, len(gate)) == ({"current": False}, ["a", "b"], 4)
+    assert runs[0].answer == runs[1].answer
+
+
 def test_a_run_is_described_with_its_status_its_calls_and_its_answer(db):
     seed_lucy(db)
     turns = [scripted_turn(calls=[{"name": "list_stock", "arguments": {"urgent": True}}]), TURNS[1]]

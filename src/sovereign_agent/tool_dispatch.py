@@ -251,7 +251,7 @@ def as_json(value: Any) -> str:
 
     Raises TypeError, ValueError or RecursionError for what is no JSON, NaN and infinity among it.
     """
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace").decode()
+    return _ENCODER.encode(value).encode("utf-8", "backslashreplace").decode()
 
 
 def excerpt(text: str, most_bytes: int) -> str:
@@ -283,6 +283,7 @@ def _number(text: str) -> float:
     return number
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_without_duplicates, parse_float=_number, parse_int=_number, parse_constant=_number
 )
