@@ -362,8 +362,12 @@ def test_a_call_without_an_id_gets_one_of_ours():
 
 
 def test_hazard_34_text_that_no_ledger_takes_is_kept_as_a_mark():
-    result = run([replace(calls(("look", {})), text="a\x00b\ud83d"), DONE])
-    assert result.messages[2]["content"] == "a\ufffdb?"
+    shop, kept = Shop(look=lambda _: {}["a\x00b\ud83d"]), []
+    turns = [replace(calls(("look", {})), text="a\x00b\ud83d"), replace(DONE, finish_reason="\x00\ud83d")]
+    result = run(turns, shop, evidence=lambda _, answer: kept.append(answer.detail))
+    assert (result.messages[2]["content"], result.failure) == ("a\ufffdb?", "\ufffd?")
+    fault = run([ProviderFault("no", category="server_error", why="a\x00b")])
+    assert "\x00" not in fault.detail + kept[0]
 
 
 @pytest.mark.parametrize(

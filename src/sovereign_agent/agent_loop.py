@@ -315,7 +315,7 @@ class _Run:
         try:
             turn = self.model.complete(tuple(used.messages), schemas, output_tokens=room, deadline=self.deadline)
         except ProviderFault as fault:
-            return _End(LoopStatus.MODEL_FAILED, fault.category or "provider_fault", f"{fault} {fault.why}".strip())
+            return _End(LoopStatus.MODEL_FAILED, fault.category, tool_dispatch.storable(f"{fault} {fault.why}".strip()))
         except SovereignError:
             raise
         except Exception as error:
@@ -333,9 +333,12 @@ class _Run:
         """Take a reply up, or refuse all of it."""
         self.check_current()
         cut = turn.finish_reason == "length"
-        text = _storable(turn.text)
+        text = tool_dispatch.storable(turn.text)
         if not cut and turn.finish_reason not in {"stop", "tool_calls"}:
-            return _End(LoopStatus.MODEL_FAILED, tool_dispatch.excerpt(turn.finish_reason, 60) or "no_finish_reason")
+            return _End(
+                LoopStatus.MODEL_FAILED,
+                tool_dispatch.excerpt(tool_dispatch.storable(turn.finish_reason), 60) or "no_finish_reason",
+            )
         if len(text.encode()) > MOST_TEXT_BYTES:
             return _End(LoopStatus.MODEL_FAILED, "reply_too_large")
         if not turn.calls and not text.strip():
@@ -407,7 +410,7 @@ def _reply(text: str, calls: Sequence[ToolCall]) -> Message:
 
 
 def _named(call: ToolCall, place: int) -> ToolCall:
-    return replace(call, id=tool_dispatch.excerpt(_storable(call.id), MOST_ID_BYTES) or f"call_{place}")
+    return replace(call, id=tool_dispatch.excerpt(tool_dispatch.storable(call.id), MOST_ID_BYTES) or f"call_{place}")
 
 
 def _tool_message(call_id: str, answer: Answer) -> Message:
@@ -420,17 +423,13 @@ def _replayable(arguments: Any) -> str:
         return argument_text(arguments)
     except ValueError:
         text = arguments if isinstance(arguments, str) else type(arguments).__name__
-        return as_json({"unreadable": tool_dispatch.excerpt(_storable(text), MOST_UNREADABLE_BYTES)})
+        return as_json({"unreadable": tool_dispatch.excerpt(tool_dispatch.storable(text), MOST_UNREADABLE_BYTES)})
 
 
 def _speakable(name: str) -> str:
     """A tool's name as an endpoint will take it back: letters, digits, ``_`` and ``-``, 64 of them at most."""
     plain = name.isascii() and name.replace("_", "a").replace("-", "a").isalnum()
     return name if plain and len(name) <= MOST_NAME else "invalid_name"
-
-
-def _storable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
 
 
 def _size(message: Message) -> int:

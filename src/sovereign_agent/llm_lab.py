@@ -19,7 +19,7 @@ from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import Any, ClassVar
 
-from sovereign_agent.agent_loop import LoopResult, Message, Model, Turn, Usage
+from sovereign_agent.agent_loop import LoopResult, Message, Turn, Usage
 from sovereign_agent.clock import SystemClock, monotonic
 from sovereign_agent.errors import ConfigurationFault, ProviderFault
 from sovereign_agent.tool_dispatch import ToolCall
@@ -158,7 +158,9 @@ class LiveModel:
         return fault
 
 
-def build_model(turns: Iterable[Turn], model: str = DEFAULT_MODEL, *, base_url: str | None = None) -> Model:
+def build_model(
+    turns: Iterable[Turn], model: str = DEFAULT_MODEL, *, base_url: str | None = None
+) -> LiveModel | ScriptedModel:
     """The live model when a key is found, else the recorded transcript; ``source`` says which.
 
     `base_url` is the environment's ``OPENAI_BASE_URL`` when it is not given.

@@ -254,6 +254,11 @@ def as_json(value: Any) -> str:
     return _ENCODER.encode(value).encode("utf-8", "backslashreplace").decode()
 
 
+def storable(text: str) -> str:
+    """A text as every engine takes it: NUL and half a character become a mark."""
+    return text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
+
+
 def excerpt(text: str, most_bytes: int) -> str:
     """The first `most_bytes` of a text, in UTF-8, without half a character at the end."""
     return text.encode("utf-8", "replace")[: max(most_bytes, 0)].decode(errors="ignore")
@@ -265,7 +270,7 @@ def refuses_authority(error: BaseException) -> bool:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:2000]
+    return storable(f"{type(error).__name__}: {error}"[:2000])
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
