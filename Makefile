@@ -61,7 +61,7 @@ constraints: ## pin the development set anew, with hashes (uses the network); AR
 	scripts/make_venv "$$box" $(PYTHON) && \
 	"$$box/bin/python" -m pip install --quiet uv && \
 	"$$box/bin/uv" pip compile --quiet --universal --python-version 3.11 --generate-hashes \
-		--group dev --extra postgres --custom-compile-command 'make constraints' \
+		--group dev --extra live --extra postgres --custom-compile-command 'make constraints' \
 		--output-file constraints.txt $(ARGS) pyproject.toml
 
 clean: ## remove the environment, caches and built files

@@ -22,6 +22,9 @@ The map of the house; whatever stands lower never imports what stands higher:
     hands        providers/       outside programs: they propose, and decide nothing
                  workspace        the folder of one run
                  boundary         what its program must leave as it is
+    mind         llm_lab          the models: recorded turns, or a live endpoint
+                 agent_loop       lets a model work, bounded in every direction
+                 tool_dispatch    allow-list, schema, gate and handler, in that order
     ledger       database         the one door to SQLite and PostgreSQL; storage/ speaks to the drivers
     words        configuration    sovereign.toml, checked
                  records          frozen records, their states, the moves each state allows

@@ -184,6 +184,17 @@ def stock_of(connection: Connection, sku: str) -> Stock | None:
     return Stock(*row) if row else None
 
 
+def whole_stock(connection: Connection) -> list[Stock]:
+    """Every product's stock, to look at, in the order of the SKUs."""
+    rows = connection.execute(
+        """
+        SELECT p.sku, p.name, p.price_cents, p.cost_cents, i.on_hand, i.reserved, i.reorder_point, t.balance_cents
+          FROM products p JOIN inventory i ON i.sku = p.sku JOIN till t ON t.id = 1 ORDER BY p.sku
+        """
+    )
+    return [Stock(*row) for row in rows]
+
+
 def record_sale(db: Database, sku: str, quantity: int, *, clock: Clock | None = None) -> Sale:
     """Sell `quantity` units over the counter: goods out and money in, together.
 
