@@ -33,7 +33,7 @@ from support import eventually
 import sovereign_agent
 from sovereign_agent import assistant_work, cli, fencing, journal, outcomes, relay, workspace
 from sovereign_agent.clock import ManualClock
-from sovereign_agent.commands import checkup, crash, views
+from sovereign_agent.commands import checkup, crash, demo_restore, views
 from sovereign_agent.configuration import FILE_NAME
 from sovereign_agent.database import LEDGER_NAME
 from sovereign_agent.errors import (
@@ -247,6 +247,7 @@ def test_the_verbs_are_those_that_were_promised():
         "assistant transcript",
         "demo store",
         "demo crash",
+        "demo restore",
     ]
     assert sorted(VERBS) == sorted([*top.split(), *inner])
 
@@ -416,7 +417,7 @@ def finding(call, root):
 # --- where the organization is ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", sorted({*VERBS} - {"init", "doctor", "demo crash", "demo store"}))
+@pytest.mark.parametrize("verb", sorted({*VERBS} - {"init", "doctor", "demo crash", "demo restore", "demo store"}))
 def test_a_mistyped_root_creates_nothing_and_is_refused_with_the_reason(verb, call, tmp_path):
     typed = tmp_path / "mistyped" / "org"
     values = {"--scope": "s", "--desired": "d", "--decision": "d", "--by": "a", "--owner": "a", "--reason": "r"}
@@ -1177,12 +1178,13 @@ def test_the_store_is_whichever_an_installed_package_offers(call, tmp_path, monk
     assert (refused.code, refused.error["category"]) == (1, "demo_missing")
 
 
-def test_the_crash_demo_gets_its_own_root_and_never_the_users(call, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("which", "played"), [("crash", crash), ("restore", demo_restore)])
+def test_a_demo_gets_its_own_root_and_never_the_users(which, played, call, tmp_path, monkeypatch):
     asked: list[Any] = []
-    monkeypatch.setattr(crash, "main", lambda **given: asked.append(given) or 0)
+    monkeypatch.setattr(played, "main", lambda **given: asked.append(given) or 0)
     monkeypatch.setenv("SOVEREIGN_ROOT", str(tmp_path))
-    assert call("demo", "crash", "--json").code == 0
-    assert call("demo", "crash", "--ledger", "postgresql://h/d", "--root", tmp_path / "kept").code == 0
+    assert call("demo", which, "--json").code == 0
+    assert call("demo", which, "--ledger", "postgresql://h/d", "--root", tmp_path / "kept").code == 0
     assert asked == [
         {"json": True, "ledger": "", "root": None},
         {"json": False, "ledger": "postgresql://h/d", "root": tmp_path / "kept"},

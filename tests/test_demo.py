@@ -1,25 +1,29 @@
-"""`sovereign-agent demo crash`, run as a person runs it: real processes, real signals, a real clock."""
+"""`sovereign-agent demo crash` and `demo restore`, run as a person runs them: real processes, signals and clocks."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from copy import deepcopy
+from typing import Any
 
 import psutil
 import pytest
 from conftest import Location
 
+from sovereign_agent.commands import demo_restore
 
-def demo(location: Location, *arguments: str) -> subprocess.CompletedProcess[str]:
+
+def demo(which: str, location: Location, *arguments: str) -> subprocess.CompletedProcess[str]:
     ledger = ["--ledger", location.ledger] if location.engine == "postgresql" else []
-    command = [sys.executable, "-m", "sovereign_agent", "demo", "crash", "--root", str(location.root / "demo")]
+    command = [sys.executable, "-m", "sovereign_agent", "demo", which, "--root", str(location.root / "demo")]
     return subprocess.run([*command, *ledger, *arguments], capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.mark.timeout(110)
 def test_the_crash_demo_shows_what_it_promises_on_each_engine(location: Location) -> None:
-    shown = demo(location, "--json")
+    shown = demo("crash", location, "--json")
     assert shown.returncode == 0, shown.stdout + shown.stderr
     report = json.loads(shown.stdout)
     assert report["ledger"] == location.engine
@@ -45,7 +49,7 @@ def test_the_crash_demo_shows_what_it_promises_on_each_engine(location: Location
 
 @pytest.mark.timeout(110)
 def test_the_crash_demo_tells_its_story_to_a_reader(tmp_path) -> None:
-    shown = demo(Location("sqlite", "", tmp_path))
+    shown = demo("crash", Location("sqlite", "", tmp_path))
     assert shown.returncode == 0, shown.stdout + shown.stderr
     for word in (
         "SIGKILL",
@@ -57,6 +61,91 @@ def test_the_crash_demo_tells_its_story_to_a_reader(tmp_path) -> None:
         "ACCEPTED",
     ):
         assert word in " ".join(shown.stdout.split())
+
+
+REFUSED = "runtime paused or replaced by restore"
+
+
+@pytest.mark.timeout(110)
+def test_hazard_91_the_restore_demo_shows_the_values_that_were_promised_on_each_engine(location: Location) -> None:
+    shown = demo("restore", location, "--json")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    report = json.loads(shown.stdout)
+    assert report["ledger"] == location.engine
+    epochs = report["epochs"]
+    assert epochs["before"] != epochs["after"] == epochs["marker"]
+    old = report["old_worker"]
+    assert 3000 < old["seconds_left"] < 3600
+    assert old["reads"] == {
+        "paused": True,
+        "claim_epoch_current": False,
+        "claim_generation": 1,
+        "work": {"generation": 2, "owner": None, "status": "READY"},
+        "transcript_rows": 2,
+    }
+    assert old["writes"] == [{"category": "paused", "sentence": REFUSED}] * 2
+    assert old["writes_after_resume"] == [{"category": "epoch_replaced", "sentence": REFUSED}] * 2
+    assert old["message"]["category"] == "fencing_token_stale"
+    assert (report["old_run"]["refusal"], report["old_run"]["receipts"]) == ("actor_lease_lost", 0)
+    assert report["while_paused"] == {"claim": "paused", "run": "FAILED", "failure_category": "worker_lost"}
+    fresh = report["fresh"]
+    assert (fresh["generation"], fresh["writes"]) == (3, [None, None])
+    assert (fresh["work"], fresh["message"], fresh["run"]) == ("DONE", "DONE", "completed")
+    assert report["rows_by_generation"] == [1, 1, 3, 3]
+    assert _processes_of(location) == []
+
+
+@pytest.mark.timeout(110)
+def test_the_restore_demo_tells_its_story_to_a_reader(tmp_path) -> None:
+    shown = demo("restore", Location("sqlite", "", tmp_path))
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    told = " ".join(shown.stdout.split())
+    for words in (REFUSED, "fencing_token_stale", "actor_lease_lost", "worker_lost", "generation 3", "[1, 1, 3, 3]"):
+        assert words in told
+
+
+DIFFERENCES: dict[str, Any] = {
+    "the same epoch": {"epochs": {"before": "a", "after": "a", "marker": "a"}},
+    "another marker": {"epochs": {"before": "a", "after": "b", "marker": "a"}},
+    "a write that went through": {"old_worker": {"writes": [None, None]}},
+    "another sentence": {"old_worker": {"writes_after_resume": [{"category": "epoch_replaced", "sentence": "no"}] * 2}},
+    "a message that was settled": {"old_worker": {"message": None}},
+    "a run that was written down": {"old_run": {"receipts": 1}},
+    "a claim while paused": {"while_paused": {"claim": ""}},
+    "a refused fresh worker": {"fresh": {"writes": [None, {"category": "paused", "sentence": REFUSED}]}},
+    "rows of another generation": {"rows_by_generation": [1, 1, 2, 2]},
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_the_restore_demo_ends_with_1_if_anything_differs(difference: str) -> None:
+    refusal = {"category": "paused", "sentence": REFUSED}
+    replaced = {"category": "epoch_replaced", "sentence": REFUSED}
+    promised: dict[str, Any] = {
+        "epochs": {"before": "a", "after": "b", "marker": "b"},
+        "old_worker": {
+            "seconds_left": 3590.0,
+            "reads": {
+                "paused": True,
+                "claim_epoch_current": False,
+                "claim_generation": 1,
+                "work": {"generation": 2, "owner": None, "status": "READY"},
+                "transcript_rows": 2,
+            },
+            "writes": [refusal, refusal],
+            "message": {"category": "fencing_token_stale", "sentence": "It was not settled."},
+            "writes_after_resume": [replaced, replaced],
+        },
+        "old_run": {"exit_code": 1, "refusal": "actor_lease_lost", "state": "RUNNING", "receipts": 0},
+        "while_paused": {"claim": "paused", "run": "FAILED", "failure_category": "worker_lost"},
+        "fresh": {"generation": 3, "writes": [None, None], "work": "DONE", "message": "DONE", "run": "completed"},
+        "rows_by_generation": [1, 1, 3, 3],
+    }
+    seen = deepcopy(promised)
+    for part, values in DIFFERENCES[difference].items():
+        seen[part] = seen[part] | values if isinstance(values, dict) else values
+    assert demo_restore.as_promised(promised)
+    assert not demo_restore.as_promised(seen)
 
 
 def _processes_of(location: Location) -> list[str]:

@@ -16,42 +16,30 @@ and exits 1 if that is not what it promises.
 from __future__ import annotations
 
 import json as json_text
-import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any
 
 import psutil
 import tomlkit
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from sovereign_agent import fencing, journal, outcomes, supervisor, workspace
 from sovereign_agent.clock import monotonic
+from sovereign_agent.commands.stage import DEADLINE_SECONDS, Story, eventually, perform, start
 from sovereign_agent.configuration import FILE_NAME
-from sovereign_agent.errors import SovereignError
 from sovereign_agent.organization import Organization
 from sovereign_agent.records import Assignment, AssignmentState
 from sovereign_agent.workspace import Workspace
-
-T = TypeVar("T")
 
 AUTHORITY_SECONDS = 4.0
 """How long a lease and an attempt last here without renewal."""
 
 LONG_RUN_SECONDS = 3 * AUTHORITY_SECONDS
-DEADLINE_SECONDS = 60.0
-"""No scene may take longer: a demo that hangs shows nothing."""
-
 PLANTED_REPORT = {"status": "completed", "summary": "All done, says a program whose worker never came back."}
 HONEST_REPORT = {"status": "completed", "summary": "The till agrees with the book.", "deliverables": ["till.txt"]}
 PROGRAM, HELPER = "the-program", "its-helper"
@@ -91,23 +79,8 @@ CANONICAL_TABLES = {
 
 
 def main(*, json: bool, ledger: str, root: Path | None) -> int:
-    """Run the demo and print it. Returns 0 when everything promised was seen, else 1.
-
-    Args:
-        json: print one JSON document at the end instead of the story.
-        ledger: a ``postgresql://`` URL, or empty for SQLite.
-        root: where the demo's organization is made, and kept; a temporary folder, removed, when None.
-    """
-    console = Console(quiet=json, highlight=False)
-    folder = root or Path(tempfile.mkdtemp(prefix="sovereign-demo-"))
-    try:
-        report = CrashDemo(folder, ledger, console).play()
-    finally:
-        if root is None:
-            shutil.rmtree(folder, ignore_errors=True)
-    if json:
-        sys.stdout.write(json_text.dumps(report, indent=2) + "\n")
-    return 0 if _as_promised(report) else 1
+    """Play it, in `root` or a folder of its own, on PostgreSQL if `ledger` is a URL. Returns 0 or 1: see `perform`."""
+    return perform(lambda folder, story: CrashDemo(folder, ledger, story).play(), _as_promised, json=json, root=root)
 
 
 def _as_promised(report: dict[str, Any]) -> bool:
@@ -135,8 +108,7 @@ class CrashDemo:
 
     folder: Path
     ledger: str
-    console: Console
-    started: float = field(default_factory=monotonic)
+    story: Story
     workers: list[subprocess.Popen[str]] = field(default_factory=list[subprocess.Popen[str]])
 
     def play(self) -> dict[str, Any]:
@@ -145,8 +117,8 @@ class CrashDemo:
         _configure(self.folder)
         org.close()
         org = Organization(self.folder)
-        self.say(f"An organization on {org.db.engine}, and its supervisor, a process of its own.")
-        self.say(f"A lease and an attempt last {AUTHORITY_SECONDS:g} s here, unless their worker renews them.")
+        self.story.say(f"An organization on {org.db.engine}, and its supervisor, a process of its own.")
+        self.story.say(f"A lease and an attempt last {AUTHORITY_SECONDS:g} s here, unless their worker renews them.")
         outcome = org.create_outcome("Close the shop", "The till is counted.", [], "principal-human")
         org.activate(outcome.id, "principal-human")
         sow = org.create_sow(outcome.id, "Count the till", "operator", "master-course")
@@ -156,7 +128,7 @@ class CrashDemo:
                 report = self.kill_a_worker(org, sow.id)
                 report["zombie"] = self.wake_a_zombie(org, sow.id)
                 report["second_tick_recovered"] = len(supervisor.tick(org).recovered_assignments)
-                self.scene(f"Another tick finds nothing left to recover: {report['second_tick_recovered']}.")
+                self.story.scene(f"Another tick finds nothing left to recover: {report['second_tick_recovered']}.")
                 report["healthy_long_run"] = self.run_for_long(org, sow.id)
             report["retry"] = self.judge(org, outcome.id, sow.id)
             return report
@@ -171,26 +143,30 @@ class CrashDemo:
         """Scene 1: SIGKILL in the middle, a planted report, and the recovery."""
         assignment, worker = self.start_worker(org, sow_id, "dies-in-the-middle")
         run = self.await_running(org, assignment.id)
-        _eventually((run.path / "helper-is-deaf").exists, "the program's report and its helper")
+        eventually((run.path / "helper-is-deaf").exists, "the program's report and its helper")
         program, helper = _descendant(worker, PROGRAM), _descendant(worker, HELPER)
-        self.scene(f"A worker runs {assignment.id}. Its program has just left a report that says: completed.")
-        self.say(f"The program is process {program.pid}, and {helper.pid} a helper of it in a session of its own.")
+        self.story.scene(f"A worker runs {assignment.id}. Its program has just left a report that says: completed.")
+        self.story.say(
+            f"The program is process {program.pid}, and {helper.pid} a helper of it in a session of its own."
+        )
         killed_at = monotonic()
         worker.kill()
         worker.wait()
         after_kill = outcomes.get_assignment(org.db.connection, assignment.id)
         held = after_kill.current_execution_attempt
-        self.say(f"SIGKILL. The worker is gone; the ledger still says {after_kill.state}, attempt {held}.")
+        self.story.say(f"SIGKILL. The worker is gone; the ledger still says {after_kill.state}, attempt {held}.")
         before_reclaim = _outlived(run, program, helper)
         gone = round(monotonic() - killed_at, 2)
-        self.say(f"{gone} s later both processes are gone too, though the helper is deaf to SIGTERM.")
+        self.story.say(f"{gone} s later both processes are gone too, though the helper is deaf to SIGTERM.")
         self.await_end(org, assignment.id)
         seconds = round(monotonic() - killed_at, 2)
         ended = outcomes.get_assignment(org.db.connection, assignment.id)
         receipt = journal.receipts_of(org.db.connection, assignment.id)[-1]
         kept = json_text.loads((run.out / "report.json").read_text())["status"] == "completed"
-        self.say(f"{seconds} s later the supervisor made it {ended.state}: {receipt.failure_category}, {receipt.id}.")
-        self.say("The report is kept beside it, and not believed.")
+        self.story.say(
+            f"{seconds} s later the supervisor made it {ended.state}: {receipt.failure_category}, {receipt.id}."
+        )
+        self.story.say("The report is kept beside it, and not believed.")
         return {
             "ledger": org.db.engine,
             "worker_reached_running": held is not None,
@@ -216,16 +192,18 @@ class CrashDemo:
         self.await_running(org, assignment.id)
         program = _descendant(worker, PROGRAM)
         worker.send_signal(signal.SIGSTOP)
-        self.scene(f"The work is assigned again. This worker runs {assignment.id} and is stopped with SIGSTOP.")
+        self.story.scene(f"The work is assigned again. This worker runs {assignment.id} and is stopped with SIGSTOP.")
         self.await_end(org, assignment.id)
         gone = not _lives(program)
-        self.say(f"Its attempt has run out and was recovered: FAILED. Its program is gone: {gone}. SIGCONT wakes it.")
+        self.story.say(
+            f"Its attempt has run out and was recovered: FAILED. Its program is gone: {gone}. SIGCONT wakes it."
+        )
         before = _canonical_rows(org)
         worker.send_signal(signal.SIGCONT)
         _, stderr = worker.communicate(timeout=DEADLINE_SECONDS)
         written = len(before ^ _canonical_rows(org))
         refusal = json_text.loads(stderr)["error"]["category"]
-        self.say(f"It goes on as if it still held its work, and is refused: {refusal}. Rows it wrote: {written}.")
+        self.story.say(f"It goes on as if it still held its work, and is refused: {refusal}. Rows it wrote: {written}.")
         return {
             "refusal": refusal,
             "rows_written": written,
@@ -236,10 +214,10 @@ class CrashDemo:
     def run_for_long(self, org: Organization, sow_id: str) -> dict[str, Any]:
         """Scene 3: retrying is an explicit act, and a healthy worker keeps its authority for as long as it works."""
         assignment, worker = self.start_worker(org, sow_id, "works")
-        self.scene(f"The work is assigned once more, as {assignment.id}. This run takes {LONG_RUN_SECONDS:g} s.")
+        self.story.scene(f"The work is assigned once more, as {assignment.id}. This run takes {LONG_RUN_SECONDS:g} s.")
         worker.communicate(timeout=DEADLINE_SECONDS)
         receipt = journal.receipts_of(org.db.connection, assignment.id)[-1]
-        self.say(f"Its worker renewed its authority all the while, and it ends {receipt.status}.")
+        self.story.say(f"Its worker renewed its authority all the while, and it ends {receipt.status}.")
         return {
             "status": receipt.status.value,
             "seconds": receipt.detail.get("duration_seconds", 0.0),
@@ -252,7 +230,7 @@ class CrashDemo:
         verdict = org.verify_sow(sow_id, "verifier-course")
         reviewed = org.review(sow_id, "sparring-course").state
         accepted = org.accept(outcome_id, "principal-human").state
-        self.say(f"Verified ({verdict.reason}), reviewed ({reviewed}), accepted: the outcome is {accepted}.")
+        self.story.say(f"Verified ({verdict.reason}), reviewed ({reviewed}), accepted: the outcome is {accepted}.")
         return {
             "assignment_state": assignment.state.value,
             "verified": verdict.passed,
@@ -263,14 +241,14 @@ class CrashDemo:
     def start_worker(self, org: Organization, sow_id: str, provider: str) -> tuple[Assignment, subprocess.Popen[str]]:
         """Assign the work, let `provider` do it, and start a worker process on it."""
         org.rebind_actor("operator-course", provider, "principal-human")
-        _eventually(lambda: _is_free(org), "the actor's lease to run out")
+        eventually(lambda: _is_free(org), "the actor's lease to run out")
         assignment = org.assign(sow_id, "operator-course", "master-course")
-        self.workers.append(_start(self.folder, "run", assignment.id, "--json", stderr=subprocess.PIPE))
+        self.workers.append(start(self.folder, "run", assignment.id, "--json", stderr=subprocess.PIPE))
         return assignment, self.workers[-1]
 
     def await_running(self, org: Organization, assignment_id: str) -> Workspace:
         """Wait until the ledger says RUNNING; the run's folder."""
-        attempt = _eventually(
+        attempt = eventually(
             lambda: outcomes.get_assignment(org.db.connection, assignment_id).current_execution_attempt or "", "RUNNING"
         )
         return workspace.locate(self.folder, attempt)
@@ -285,18 +263,7 @@ class CrashDemo:
                 connection, after="", limit=1
             )
 
-        _eventually(ended, "its recovery")
-
-    def scene(self, text: str) -> None:
-        """Begin a scene of the story."""
-        self.console.print()
-        self.say(text)
-
-    def say(self, text: str) -> None:
-        """One line of the story, with the seconds since its beginning."""
-        line = Table.grid(padding=(0, 2))
-        line.add_row(f"[dim]{monotonic() - self.started:5.1f} s[/dim]", escape(text))
-        self.console.print(line)
+        eventually(ended, "its recovery")
 
 
 def _configure(folder: Path) -> None:
@@ -310,22 +277,10 @@ def _configure(folder: Path) -> None:
     path.write_text(tomlkit.dumps(document), encoding="utf-8")
 
 
-def _start(folder: Path, *arguments: str, stderr: int | TextIO = subprocess.DEVNULL) -> subprocess.Popen[str]:
-    """Start this program as another process, the way a person would."""
-    return subprocess.Popen(  # noqa: S603 - this interpreter, and arguments of our own
-        [sys.executable, "-m", "sovereign_agent", *arguments, "--root", str(folder)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=stderr,
-        text=True,
-        env={**os.environ, "SOVEREIGN_ROOT": str(folder)},
-    )
-
-
 @contextmanager
 def _supervisor(folder: Path) -> Generator[None]:
     """A supervisor process, ended with SIGTERM when the scenes are over."""
-    process = _start(folder, "supervisor")
+    process = start(folder, "supervisor")
     try:
         yield
     finally:
@@ -341,7 +296,7 @@ def _descendant(worker: subprocess.Popen[str], word: str) -> psutil.Process:
             return [each for each in psutil.Process(worker.pid).children(recursive=True) if _last_word(each) == word]
         return []
 
-    return _eventually(found, f"the process {word}")[0]
+    return eventually(found, f"the process {word}")[0]
 
 
 def _last_word(process: psutil.Process) -> str:
@@ -367,7 +322,7 @@ def _outlived(run: Workspace, *processes: psutil.Process) -> bool:
         reclaimed_under_them |= reclaimed and living
         return not living
 
-    _eventually(gone, "the end of a killed worker's program")
+    eventually(gone, "the end of a killed worker's program")
     return not reclaimed_under_them
 
 
@@ -380,17 +335,3 @@ def _canonical_rows(org: Organization) -> set[tuple[Any, ...]]:
     """Every canonical row as it stands: a row that is added or changed makes this set another."""
     connection = org.db.connection
     return {(table, *row) for table, query in CANONICAL_TABLES.items() for row in connection.execute(query)}
-
-
-def _eventually(condition: Callable[[], T], what: str) -> T:
-    deadline = monotonic() + DEADLINE_SECONDS
-    while not (answer := condition()):
-        if monotonic() > deadline:
-            raise SovereignError(
-                f"The demo waited {DEADLINE_SECONDS:g} s for {what}.",
-                category="demo_deadline",
-                why="Nothing of it takes so long, unless the machine is very busy.",
-                next_command="sovereign-agent demo crash",
-            )
-        time.sleep(0.02)
-    return answer

@@ -41,3 +41,11 @@ def crash(*, ledger: Ledger = "", root: DemoRoot = None, json: Json = False) -> 
     from sovereign_agent.commands import crash
 
     raise typer.Exit(crash.main(json=json, ledger=ledger, root=root))
+
+
+@app.command()
+def restore(*, ledger: Ledger = "", root: DemoRoot = None, json: Json = False) -> None:
+    """Restore a ledger under those who work on it, and see what each of them may still do."""
+    from sovereign_agent.commands import demo_restore
+
+    raise typer.Exit(demo_restore.main(json=json, ledger=ledger, root=root))
