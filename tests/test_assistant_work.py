@@ -215,6 +215,15 @@ def test_hazard_42_an_item_whose_worker_is_lost_is_claimed_again_at_exactly_its_
     assert events(db, dead.id) == ["work.claimed", "work.lost", "work.claimed"]
 
 
+@pytest.mark.parametrize("due", ["lost", "delayed"])
+def test_what_is_due_goes_before_a_younger_item_at_exactly_its_time(db: Database, due: str) -> None:
+    older = held(db).id if due == "lost" else queued(db, available_after=TTL)
+    for number in (2, 3):
+        queued(db, f"mail:{number}", f"session {number}")
+    assert claimed(db, "worker-2", now=NOW + TTL - 0.000_001).id != older
+    assert claimed(db, "worker-3", now=NOW + TTL).id == older
+
+
 WRITES: dict[str, Callable[[Database, Claim, float], Any]] = {
     "assert": lambda db, claim, now: work.assert_current(db.connection, claim, now),
     "observe": lambda db, claim, now: work.observe(db, claim, FINDING, now=now),

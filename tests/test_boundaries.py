@@ -110,6 +110,7 @@ WITHIN = {
     "another run's work": "mkdir .sovereign/runs/run-2 && touch .sovereign/runs/run-2/x && rm -r .sovereign/runs/run-2",
     "the ledger at work": "echo more >> .sovereign/organization.db && echo more >> .sovereign/organization.db-wal",
     "the ledger's files, come and gone": "rm .sovereign/organization.db-wal && touch .sovereign/organization.db-shm",
+    "a backup that is looked at": f"touch .sovereign/organization.db.restore_{'0' * 32}.staging",
     "what is known of agents": "echo x > .sovereign/probes.json",
     "that, half written": "touch .sovereign/.probes.json.0123456789abcdef",
     "a module of the root, compiled": "mkdir __pycache__",

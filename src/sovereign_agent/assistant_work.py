@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from sovereign_agent import journal
-from sovereign_agent.clock import LAST_MICROS, micros, moment
+from sovereign_agent.clock import LAST_MICROS, micros
 from sovereign_agent.database import Connection, Database, Row, admit, read_marker
 from sovereign_agent.errors import AuthorityLost, ConstraintBroken, Contention, IllegalMove, PolicyRefusal, Refusal
 from sovereign_agent.records import new_id
@@ -226,23 +226,27 @@ def claim_work(
     _require_names(owner)
     _require(0 < ttl <= MAX_TTL_SECONDS, f"A claim is for at most {MAX_TTL_SECONDS} seconds.")
     _require(0 < limit <= MAX_BATCH, f"One may claim 1 to {MAX_BATCH} items at once.")
-    admit(connection)
-    return _claim_admitted(connection, owner, limit, role, read_marker(connection.authority), _at(connection, now), ttl)
+    epoch = admit(connection)
+    return _claim_admitted(connection, owner, limit, role, epoch, _at(connection, now), ttl)
 
 
 def _claim_admitted(  # noqa: PLR0917
     connection: Connection, owner: str, limit: int, role: str, epoch: str, at: int, ttl: float
 ) -> list[Claim]:
     """`claim_work` where this epoch has been admitted, at this time, in this transaction."""
-    _give_back(connection, at)
+    heads = _heads(connection, role, limit, at)
+    if not heads or heads[0]["due"]:
+        _give_back(connection, at)
+        heads = _heads(connection, role, limit, at)
     claims: list[Claim] = []
-    while len(claims) < limit and (heads := _heads(connection, role, limit - len(claims))):
+    while heads:
         # In the order of their sessions: two claimants of many must not wait for each other.
         for head in sorted(heads, key=lambda row: row["session"]):
             if head["deadline"] <= at or head["parent_status"] == "CANCELED":
                 _settle(connection, head["id"], "canceled", at, "", result="Its delegation is over.")
             else:
                 claims.append(_take(connection, head, owner, epoch, at, min(_later(at, ttl), head["deadline"])))
+        heads = _heads(connection, role, limit - len(claims), at) if len(claims) < limit else []
     return claims
 
 
@@ -260,15 +264,6 @@ def _racing(db: Database, act: Callable[[Connection], T]) -> T:
 
 def _give_back(connection: Connection, at: int) -> None:
     """Put what is due back into the queue: items whose worker is lost, and items whose delay is over."""
-    due = connection.execute(
-        """
-        SELECT EXISTS (SELECT 1 FROM assistant_work WHERE status = 'RUNNING' AND expires_at <= ?)
-            OR EXISTS (SELECT 1 FROM assistant_work WHERE status = 'READY' AND available_at > 0 AND available_at <= ?)
-        """,
-        (at, at),
-    )
-    if not due.rows[0][0]:
-        return
     lost = connection.execute(
         """
         SELECT id, owner, losses FROM assistant_work WHERE status = 'RUNNING' AND expires_at <= ?
@@ -290,17 +285,21 @@ def _give_back(connection: Connection, at: int) -> None:
     )
 
 
-def _heads(connection: Connection, role: str, limit: int) -> list[Row]:
+def _heads(connection: Connection, role: str, limit: int, at: int) -> list[Row]:
     """The next item of each session in which nothing runs, locked; what another claimant has locked is passed over.
 
-    An item behind its session's head is nobody's candidate, so claimants spread over the sessions.
+    An item behind its session's head is nobody's candidate, so claimants spread over the sessions. `due` says whether
+    there is anything to give back.
     """
     return connection.execute(
         """
         SELECT w.id, w.session, w.prompt, w.subject, w.role,
                COALESCE((SELECT d.deadline FROM assistant_delegations d WHERE d.child_id = w.id), ?) AS deadline,
                (SELECT p.status FROM assistant_delegations d JOIN assistant_work p ON p.id = d.parent_id
-                 WHERE d.child_id = w.id) AS parent_status
+                 WHERE d.child_id = w.id) AS parent_status,
+               EXISTS (SELECT 1 FROM assistant_work WHERE status = 'RUNNING' AND expires_at <= ?)
+               OR EXISTS (SELECT 1 FROM assistant_work
+                           WHERE status = 'READY' AND available_at > 0 AND available_at <= ?) AS due
           FROM assistant_work w
          WHERE w.role = ? AND w.status = 'READY' AND w.available_at = 0
            AND NOT EXISTS (SELECT 1 FROM assistant_work r WHERE r.session = w.session AND r.status = 'RUNNING')
@@ -309,7 +308,7 @@ def _heads(connection: Connection, role: str, limit: int) -> list[Row]:
                          ORDER BY h.control DESC, h.seq LIMIT 1)
          ORDER BY w.control DESC, w.seq LIMIT ? <for update> <skip locked>
         """,
-        (LAST_MICROS, role, limit),
+        (LAST_MICROS, at, at, role, limit),
     ).fetchall()
 
 
@@ -322,7 +321,7 @@ def _take(connection: Connection, head: Row, owner: str, epoch: str, at: int, un
         (owner, epoch, until, head["id"]),
     ).rows[0]["generation"]
     detail = {"generation": generation, "session": head["session"], "epoch": epoch}
-    journal.record(connection, "work.claimed", head["id"], actor=owner, at=moment(at), detail=detail)
+    journal.record(connection, "work.claimed", head["id"], actor=owner, at=at, detail=detail)
     return Claim(head["id"], head["session"], head["prompt"], generation, owner, epoch, head["subject"], head["role"])
 
 
@@ -433,7 +432,7 @@ def delegate(
                 (child, claim.id, until, budget, at),
             )
             detail = {"parent": claim.id, "generation": claim.generation, "budget": budget}
-            journal.record(connection, "work.delegated", child, actor=claim.owner, at=moment(at), detail=detail)
+            journal.record(connection, "work.delegated", child, actor=claim.owner, at=at, detail=detail)
     return child
 
 
@@ -495,7 +494,7 @@ def _settle(
         ),
     ).rows[0]
     detail = {"generation": left["generation"], "session": left["session"]}
-    journal.record(connection, f"work.{event}", work_id, actor=actor, at=moment(at), detail=detail)
+    journal.record(connection, f"work.{event}", work_id, actor=actor, at=at, detail=detail)
 
 
 # --- looking ----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ SHOWN = 10
 _UNCHANGED = ("sovereign.toml", ".sovereign/organization.authority")
 _IN_PLACE = (".sovereign", ".sovereign/runs", ".sovereign/organization.db")
 _EXPECTED = re.compile(
-    r"organization\.(authority|db(-wal|-shm|-journal)?)|probes\.json|runs|__pycache__"
+    r"organization\.(authority|db(\.restore_[0-9a-f]{32}\.staging)?(-wal|-shm|-journal)?)|probes\.json|runs|__pycache__"
     r"|\.(sovereign\.toml|organization\.authority|probes\.json)\.[0-9a-f]{16}"
 )
 """What this program itself, or Python for a check of the organization's own, writes while a run is under way."""

@@ -21,13 +21,14 @@ from sovereign_agent.records import Event, ExecutionAttempt, Receipt, ReceiptSta
 WORKER_LOST = "worker_lost"
 """The one category of a receipt that another process had to write."""
 
+_encode = json.JSONEncoder(allow_nan=False, sort_keys=True, separators=(",", ":")).encode
 NO_EVIDENCE = MappingProxyType({"cause": "unknown"})
 
 
 def to_json(value: Any) -> str:
     """JSON text that both engines hold alike: ASCII, sorted keys. Raises IllegalMove for NaN and infinities."""
     try:
-        return json.dumps(value, allow_nan=False, sort_keys=True, separators=(",", ":"))
+        return _encode(value)
     except (TypeError, ValueError) as error:
         raise IllegalMove(
             "A value was offered to the journal that JSON cannot hold.", category="invalid_number", why=str(error)
@@ -35,12 +36,18 @@ def to_json(value: Any) -> str:
 
 
 def record(
-    connection: Connection, kind: str, subject: str, *, actor: str, at: datetime, detail: dict[str, Any] | None = None
+    connection: Connection,
+    kind: str,
+    subject: str,
+    *,
+    actor: str,
+    at: datetime | int,
+    detail: dict[str, Any] | None = None,
 ) -> None:
-    """Append one event about `subject` (an id)."""
+    """Append one event about `subject` (an id), `at` a moment or a stored time."""
     connection.execute(
         "INSERT INTO events (at, kind, subject, actor, detail) VALUES (?, ?, ?, ?, ?)",
-        (micros(at), kind, subject, actor, to_json(detail or {})),
+        (at if isinstance(at, int) else micros(at), kind, subject, actor, to_json(detail or {})),
     )
 
 

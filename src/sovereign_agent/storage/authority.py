@@ -119,13 +119,14 @@ def control(connection: Connection) -> Control:
     return found
 
 
-def admit(connection: Connection) -> None:
-    """Raise unless new authority may be granted in this transaction, at whose end the control row is still the same.
+def admit(connection: Connection) -> str:
+    """Return the epoch, or raise: whether new authority may be granted in this transaction, whose end is still in it.
 
     Raises AuthorityLost (``epoch_replaced``, or the marker's own category) and PolicyRefusal (``paused``).
     """
     row = connection.execute("SELECT epoch, paused FROM assistant_control WHERE id = 1 <for share>").fetchone()
-    if row is None or row["epoch"] != read_marker(connection.authority):
+    epoch = read_marker(connection.authority)
+    if row is None or row["epoch"] != epoch:
         raise AuthorityLost(
             "runtime paused or replaced by restore",
             category="epoch_replaced",
@@ -141,6 +142,7 @@ def admit(connection: Connection) -> None:
             inspect=SHOW,
             next_command="sovereign-agent resume --by ACTOR --reason TEXT",
         )
+    return epoch
 
 
 def begin_epoch(connection: Connection, epoch: str, *, paused: bool, restoring: str = "", ledger_id: str = "") -> None:

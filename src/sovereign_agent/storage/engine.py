@@ -279,13 +279,15 @@ def bind(params: Sequence[Value]) -> tuple[Value, ...]:
 
 
 def _bound(value: Value) -> Value:
+    if type(value) is str:
+        return _text(value)
     kind = type(value)
     if value is None or kind is bytes:
         return value
-    if kind is str or isinstance(value, StrEnum):
-        return _text(str(value))
     if kind is int or kind is bool or (isinstance(value, float) and value.is_integer()):
         return _integer(int(value))
+    if isinstance(value, StrEnum):
+        return _text(str(value))
     raise IllegalMove(
         f"A {kind.__name__} was offered to the ledger that it cannot hold.",
         category="invalid_number" if kind is float else "invalid_value",
