@@ -41,7 +41,7 @@ from support import (
     works,
 )
 
-from sovereign_agent import configuration, fencing, journal, liveness, organization, outcomes, runs
+from sovereign_agent import assistant_service, configuration, fencing, journal, liveness, organization, outcomes, runs
 from sovereign_agent.clock import ManualClock, micros, monotonic
 from sovereign_agent.configuration import load
 from sovereign_agent.database import Database
@@ -448,6 +448,36 @@ def test_hazard_49_a_canceled_run_is_stopped_at_its_next_renewal(
         assert run.result(60) == "execution_attempt_lost"
     assert ended[0] - canceled_at < 5, "long before the leash runs out by itself"
     assert canonical(org) == before
+
+
+def test_hazard_91_a_new_epoch_stops_a_program_at_its_next_renewal(
+    org: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lasting(org, 12, renew_seconds=0.2)
+    ended: list[float] = []
+    monkeypatch.setattr(organization, "invoke_actor", working(20, ended))
+    _, _, assignment = governed_work(org)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(answer, org.run_assignment, assignment.id)
+        eventually(lambda: ledger_facts(org.db, assignment.id)["assignment"] == "RUNNING")
+        assistant_service.new_epoch(org.db, PRINCIPAL, "the disk was put back")
+        replaced_at, before = monotonic(), canonical(org)
+        assert run.result(60) in {"execution_attempt_lost", "actor_lease_lost"}
+    assert ended[0] - replaced_at < 5, "long before the leash runs out by itself"
+    assert canonical(org) == before
+    assert tick(org).recovered_assignments == (assignment.id,)
+
+
+def test_a_run_renews_and_ends_while_the_ledger_is_paused(org: Organization, monkeypatch: pytest.MonkeyPatch) -> None:
+    lasting(org, 1.5)
+    monkeypatch.setattr(organization, "invoke_actor", working(4))
+    _, _, assignment = governed_work(org)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(answer, org.run_assignment, assignment.id)
+        eventually(lambda: ledger_facts(org.db, assignment.id)["assignment"] == "RUNNING")
+        assistant_service.pause(org.db, PRINCIPAL, "closing early")
+        assert run.result(60) == "done"
+    assert ledger_facts(org.db, assignment.id)["assignment"] == "COMPLETED"
 
 
 def test_a_program_that_ended_before_the_loss_was_seen_is_judged_by_the_terminal_write(

@@ -74,7 +74,8 @@ def as_promised(seen: dict[str, Any]) -> bool:
         }
         and old["writes"] == [PAUSED, PAUSED]
         and old["writes_after_resume"] == [REPLACED, REPLACED]
-        and (old["message"] or {}).get("category") == "fencing_token_stale"
+        and bool(old["message"])
+        and old["message"]["category"] == "fencing_token_stale"
         and seen["old_run"] == {"exit_code": 1, "refusal": "actor_lease_lost", "state": "RUNNING", "receipts": 0}
         and paused == {"claim": "paused", "run": "FAILED", "failure_category": "worker_lost"}
         and fresh == {"generation": 3, "writes": [None, None], "work": "DONE", "message": "DONE", "run": "completed"}
