@@ -93,7 +93,7 @@ def cancel(
 ) -> None:
     """Call an assignment off, or work nobody is at, or an outcome.
 
-    A running program may run on; nothing that it does is recorded any more.
+    Nothing that a running program does is recorded any more, and its worker ends it at the next renewal.
     """
     with opened(root) as org:
         acts = {"sow": org.cancel_sow, "out": org.cancel_outcome}
