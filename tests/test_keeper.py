@@ -615,6 +615,18 @@ def test_a_run_is_given_its_declared_maximum_and_its_attempt_some_room_to_end_it
         assert attempt.deadline - attempt.acquired_at == timedelta(seconds=maximum + 7 + 60)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.9, "out_of_bounds"), (-5, "out_of_bounds"), (4e7, "out_of_bounds"), (1, "done")]
+)
+def test_a_maximum_that_cannot_be_meant_is_refused_before_anything_is_assigned(
+    org: Organization, seconds: float, said: str
+) -> None:
+    _, sow, assignment = governed_work(org)
+    org.cancel(assignment.id, MASTER)
+    assert answer(org.assign, sow.id, OPERATOR, MASTER, maximum=timedelta(seconds=seconds)) == said
+    assert len(outcomes.assignments_of(org.db.connection, sow.id)) == 1 + (said == "done")
+
+
 def test_a_program_that_outlasts_the_declared_maximum_fails_by_timeout(org: Organization) -> None:
     configure(org, lambda document: document["providers"]["scripted"].update(steps=[{"sleep": 60.0}]))
     _, sow, first = governed_work(org)

@@ -201,6 +201,7 @@ class Organization:
         self._authorize(planner_id, "assign")
         actor = self._authorize(actor_id, "execute")
         workspace.check_policy(workspace_policy)
+        longest = self.settings.authority.maximum_run if maximum is None else maximum
         with self.db.immediate() as connection:
             sow = outcomes.get_sow(connection, sow_id)
             _require_open(outcomes.lock_outcome(connection, sow.outcome_id))
@@ -215,7 +216,7 @@ class Organization:
                 actor_id=actor_id,
                 planner_id=planner_id,
                 workspace_policy=workspace_policy,
-                maximum_seconds=int((maximum or self.settings.authority.maximum_run).total_seconds()),
+                maximum_seconds=int(longest.total_seconds()),
                 now=self.db.now(),
             )
 
