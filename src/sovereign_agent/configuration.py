@@ -343,7 +343,9 @@ def _read(path: Path) -> str:
         mend = "sovereign-agent init --root FOLDER, or correct --root"
         raise _fault(path, "", (), "there is no such file", mend) from None
     except OSError as error:
-        raise _fault(path, "", (), f"it cannot be read ({error.strerror})", "mend its owner or its mode") from error
+        raise _fault(
+            path, "", (), f"it cannot be read ({error.strerror})", "correct --root, or mend its owner or its mode"
+        ) from error
     except UnicodeDecodeError as error:
         raise _fault(path, "", (), f"byte {error.start} is not UTF-8", "save the file as UTF-8") from None
 
@@ -386,6 +388,8 @@ def _in_words(kind: str, message: str) -> tuple[str, str]:
     words = {
         "extra_forbidden": ("no such key is known here", "remove it, or correct its spelling"),
         "missing": ("it is required, and absent", "add it"),
+        "tuple_type": ("it is not a list", 'write one: ["first", "second"]'),
+        "too_short": ("it needs at least 1 entry", "add one"),
         "string_pattern_mismatch": ("it has not the form of such a name", "see the default file for its form"),
         "union_tag_invalid": ("no such kind of provider is known", f"use one of: {KINDS}"),
         "union_tag_not_found": ("it has no kind", f"add kind = ..., one of: {KINDS}"),

@@ -129,7 +129,7 @@ def execution_attempt_lost(assignment_id: str, attempt_id: str) -> AuthorityLost
         category="execution_attempt_lost",
         why="It was recovered, canceled or taken over while its process ran on. Nothing it did was recorded.",
         inspect=f"sovereign-agent inspect {assignment_id}",
-        next_command="assign the work again: sovereign-agent assign",
+        next_command="sovereign-agent assign SOW ACTOR --by ACTOR",
     )
 
 

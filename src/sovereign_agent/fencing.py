@@ -552,7 +552,8 @@ def _lease_held(connection: Connection, actor_id: str) -> AlreadyHeld:
     return AlreadyHeld(
         f"Actor {actor_id} was not leased.",
         category="actor_lease_held",
-        why=f"Process {held.process_identity} hosts it until {held.expires_at}. Wait, or free it if that one is gone.",
+        why=f"Process {held.process_identity} hosts it until {held.expires_at:%F %T} UTC."
+        " Wait, or free it if that one is gone.",
         inspect="sovereign-agent actor list",
         next_command=f"sovereign-agent actor free {actor_id} --by ACTOR",
     )
@@ -562,7 +563,8 @@ def _attempt_held(held: ExecutionAttempt) -> AlreadyHeld:
     return AlreadyHeld(
         f"Assignment {held.assignment_id} was not started.",
         category="execution_attempt_held",
-        why=f"Attempt {held.id} runs it until {held.expires_at} at least. Wait, or revoke it if its process is gone.",
+        why=f"Attempt {held.id} runs it until {held.expires_at:%F %T} UTC at least."
+        " Wait, or revoke it if its process is gone.",
         inspect=f"sovereign-agent inspect {held.assignment_id}",
         next_command=f"sovereign-agent cancel {held.assignment_id} --by ACTOR",
     )

@@ -333,7 +333,7 @@ def require_unparked(connection: Connection, sow_id: str, authority: AuthoritySe
         raise PolicyRefusal(
             f"{sow_id} was not assigned.",
             category="parked",
-            why=f"{len(lost)} workers were lost over it ({', '.join(lost[-3:])}), and another would be, too.",
+            why=f"{len(lost)} workers were lost over it ({', '.join(lost[-3:])}), and the next may be, too.",
             inspect=f"sovereign-agent inspect {sow_id}",
             next_command=f"sovereign-agent ruling decide {sow_id} --decision TEXT --by ACTOR",
         )
