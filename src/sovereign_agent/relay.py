@@ -16,6 +16,7 @@ from sovereign_agent.clock import Clock, micros
 from sovereign_agent.database import Connection, Database, Row
 from sovereign_agent.errors import AlreadyHeld, AuthorityLost, IllegalMove, PolicyRefusal, Refusal
 from sovereign_agent.fencing import next_token
+from sovereign_agent.outcomes import there
 from sovereign_agent.records import Message, MessageState, from_row, new_id
 
 CLAIM_TTL = timedelta(minutes=5)
@@ -267,8 +268,4 @@ def _stale(message: Message, fencing_token: int) -> AuthorityLost:
 
 def _get(connection: Connection, message_id: str) -> Message:
     row = connection.execute("SELECT * FROM messages WHERE id = ?", (message_id,)).fetchone()
-    if row is None:
-        raise Refusal(
-            f"There is no message {message_id}.", category="message_missing", why="No row of this ledger has that id."
-        )
-    return from_row(Message, row)
+    return from_row(Message, there(row, "message", message_id))
