@@ -450,14 +450,6 @@ def expired_attempts(
     return [from_row(ExecutionAttempt, row) for row in rows if row["id"] not in skipping][:limit]
 
 
-def attempts_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[ExecutionAttempt]:
-    """Up to `limit` attempts with ids from `first` on, before `beyond`."""
-    rows = connection.execute(
-        "SELECT * FROM execution_attempts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
-    )
-    return [from_row(ExecutionAttempt, row) for row in rows]
-
-
 def orphans(connection: Connection, *, limit: int = 100) -> list[str]:
     """Assignments that are RUNNING under an attempt that is not ACTIVE, or not there: only a hand can make one."""
     rows = connection.execute(

@@ -16,10 +16,33 @@ from typing import Any
 from sovereign_agent.clock import micros
 from sovereign_agent.database import Connection
 from sovereign_agent.errors import IllegalMove
-from sovereign_agent.records import Event, ExecutionAttempt, Receipt, ReceiptStatus, from_row, new_id
+from sovereign_agent.records import (
+    Assignment,
+    Event,
+    ExecutionAttempt,
+    Message,
+    Outcome,
+    Receipt,
+    ReceiptStatus,
+    Sow,
+    from_row,
+    new_id,
+)
 
 WORKER_LOST = "worker_lost"
 """The one category of a receipt that another process had to write."""
+
+Record = Outcome | Sow | Assignment | ExecutionAttempt | Receipt | Message
+"""Whatever has an id that a person can type."""
+
+_FOUND_BY: dict[str, tuple[type[Record], str]] = {
+    "out_": (Outcome, "SELECT * FROM outcomes WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
+    "sow_": (Sow, "SELECT * FROM sows WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
+    "asg_": (Assignment, "SELECT * FROM assignments WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
+    "att_": (ExecutionAttempt, "SELECT * FROM execution_attempts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
+    "rcp_": (Receipt, "SELECT * FROM receipts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
+    "msg_": (Message, "SELECT * FROM messages WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
+}
 
 NO_EVIDENCE = MappingProxyType({"cause": "unknown"})
 
@@ -132,12 +155,15 @@ def receipt_of_attempt(connection: Connection, attempt_id: str) -> Receipt | Non
     return from_row(Receipt, row) if row else None
 
 
-def receipts_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Receipt]:
-    """Up to `limit` receipts with ids from `first` on, before `beyond`."""
-    rows = connection.execute(
-        "SELECT * FROM receipts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
-    )
-    return [from_row(Receipt, row) for row in rows]
+def find(connection: Connection, beginning: str, *, limit: int) -> list[Record]:
+    """Up to `limit` records, by id, whose id begins like that; none for what begins like no id.
+
+    Ids are hexadecimal, so no collation of either engine puts one after a "g".
+    """
+    if beginning[:4] not in _FOUND_BY:
+        return []
+    kind, by_id = _FOUND_BY[beginning[:4]]
+    return [from_row(kind, row) for row in connection.execute(by_id, (beginning, beginning + "g", limit))]
 
 
 def events_of(connection: Connection, subject: str, *, limit: int = 200) -> list[Event]:

@@ -396,6 +396,14 @@ def record_review(
     )
 
 
+def reviews_of(connection: Connection, sow_id: str) -> list[dict[str, Any]]:
+    """The reviews of a statement of work, oldest first: assignment_id, reviewer_id, approved, note."""
+    rows = connection.execute(
+        "SELECT assignment_id, reviewer_id, approved, note FROM reviews WHERE sow_id = ? ORDER BY seq", (sow_id,)
+    )
+    return [{**dict(row), "approved": bool(row["approved"])} for row in rows]
+
+
 def record_ruling(connection: Connection, *, sow_id: str, decision: str, principal: str, now: datetime) -> Ruling:
     """Keep a principal's decision about a statement of work."""
     inserted = connection.execute(
@@ -457,33 +465,3 @@ def illegal_move(kind: str, record_id: str, state: str, to: str) -> IllegalMove:
         why=f"It is {state}, or another process moved it in this moment.",
         inspect=f"sovereign-agent inspect {record_id}",
     )
-
-
-def outcomes_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Outcome]:
-    """Up to `limit` outcomes with ids from `first` on, before `beyond`."""
-    rows = connection.execute(
-        "SELECT * FROM outcomes WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
-    )
-    return [from_row(Outcome, row) for row in rows]
-
-
-def sows_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Sow]:
-    """Up to `limit` statements of work with ids from `first` on, before `beyond`."""
-    rows = connection.execute("SELECT * FROM sows WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit))
-    return [from_row(Sow, row) for row in rows]
-
-
-def assignments_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Assignment]:
-    """Up to `limit` assignments with ids from `first` on, before `beyond`."""
-    rows = connection.execute(
-        "SELECT * FROM assignments WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
-    )
-    return [from_row(Assignment, row) for row in rows]
-
-
-def reviews_of(connection: Connection, sow_id: str) -> list[dict[str, Any]]:
-    """The reviews of a statement of work, oldest first: assignment_id, reviewer_id, approved, note."""
-    rows = connection.execute(
-        "SELECT assignment_id, reviewer_id, approved, note FROM reviews WHERE sow_id = ? ORDER BY seq", (sow_id,)
-    )
-    return [{**dict(row), "approved": bool(row["approved"])} for row in rows]

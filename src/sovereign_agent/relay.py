@@ -75,14 +75,6 @@ def get_message(db: Database, message_id: str) -> Message:
     return _get(db.connection, message_id)
 
 
-def messages_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Message]:
-    """Up to `limit` messages with ids from `first` on, before `beyond`."""
-    rows = connection.execute(
-        "SELECT * FROM messages WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
-    )
-    return [from_row(Message, row) for row in rows]
-
-
 def current_claims(connection: Connection, *, limit: int = 1000) -> list[Message]:
     """The messages that somebody holds a claim on, run out or not, the longest claim last."""
     rows = connection.execute(
