@@ -45,28 +45,23 @@ class Result:
     `rowcount` is the number of rows changed, or returned where rows were asked for.
     """
 
-    __slots__ = ("_position", "rowcount", "rows")
+    __slots__ = ("_rest", "rowcount", "rows")
 
     def __init__(self, rows: list[Row], rowcount: int) -> None:
         self.rows = rows
         self.rowcount = rowcount
-        self._position = 0
+        self._rest = iter(rows)
 
     def fetchone(self) -> Row | None:
         """The next row, or None after the last."""
-        if self._position >= len(self.rows):
-            return None
-        self._position += 1
-        return self.rows[self._position - 1]
+        return next(self._rest, None)
 
     def fetchall(self) -> list[Row]:
         """The rows not yet fetched."""
-        rest = self.rows[self._position :]
-        self._position = len(self.rows)
-        return rest
+        return list(self._rest)
 
     def __iter__(self) -> Iterator[Row]:
-        return iter(self.fetchall())
+        return self._rest
 
 
 @dataclass(frozen=True, slots=True)
