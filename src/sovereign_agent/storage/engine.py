@@ -262,23 +262,16 @@ def _bound(value: Value) -> Value:
         return _text(str(value))
     if kind is int or kind is bool or (isinstance(value, float) and value.is_integer()):
         return _integer(int(value))
-    raise IllegalMove(
-        f"A {kind.__name__} was offered to the ledger that it cannot hold.",
-        category="invalid_number" if kind is float else "invalid_value",
-        why="The ledger takes text, whole numbers, bytes and nothing else.",
-        next_command="store a fraction as a whole number of a smaller unit",
-    )
+    category = "invalid_number" if kind is float else "invalid_value"
+    why = "The ledger takes text, whole numbers, bytes and nothing else."
+    raise _unholdable(kind.__name__, category, why, "store a fraction as a whole number of a smaller unit")
 
 
 def _text(value: str) -> str:
     if "\0" not in value and (value.isascii() or _encodes(value)):
         return value
-    raise IllegalMove(
-        "A text was offered to the ledger that it cannot hold.",
-        category="invalid_text",
-        why="It contains U+0000 or half of a surrogate pair, which PostgreSQL cannot store.",
-        next_command="remove that character and repeat the call",
-    )
+    why = "It contains U+0000 or half of a surrogate pair, which PostgreSQL cannot store."
+    raise _unholdable("text", "invalid_text", why, "remove that character and repeat the call")
 
 
 def _encodes(value: str) -> bool:
@@ -292,11 +285,12 @@ def _encodes(value: str) -> bool:
 def _integer(value: int) -> int:
     if SMALLEST <= value <= GREATEST:
         return value
-    raise IllegalMove(
-        "A number was offered to the ledger that it cannot hold.",
-        category="invalid_number",
-        why="Stored integers have 64 bits.",
-    )
+    raise _unholdable("number", "invalid_number", "Stored integers have 64 bits.")
+
+
+def _unholdable(what: str, category: str, why: str, mend: str = "") -> IllegalMove:
+    happened = f"A {what} was offered to the ledger that it cannot hold."
+    return IllegalMove(happened, category=category, why=why, next_command=mend)
 
 
 def split_statements(sql: str) -> list[str]:
