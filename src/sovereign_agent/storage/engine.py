@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -307,10 +307,23 @@ def split_statements(sql: str) -> list[str]:
     return statements
 
 
-def append_only_words(statement: str) -> tuple[str, list[str]] | None:
-    """Read ``<append only TABLE: KEY, ...>``; None for any other statement."""
-    word = statement.splitlines()[-1]
-    if not word.startswith("<append only "):
-        return None
-    table, _, keys = word.removeprefix("<append only ").removesuffix(">").partition(":")
-    return table.strip(), [key.strip() for key in keys.split(",")]
+def schema_statements(
+    template: str, words: Mapping[str, str], append_only: Callable[[str, list[str]], list[str]]
+) -> list[str]:
+    """The statements of a schema template, with an engine's own `words` and its triggers for an append-only table."""
+    statements: list[str] = []
+    for statement in split_statements(template):
+        word = statement.splitlines()[-1]
+        if word.startswith("<append only "):
+            table, _, keys = word.removeprefix("<append only ").removesuffix(">").partition(":")
+            statements += append_only(table.strip(), [key.strip() for key in keys.split(",")])
+        else:
+            statements.append(spelled(statement, words))
+    return statements
+
+
+def spelled(text: str, words: Mapping[str, str]) -> str:
+    """A text with each engine word replaced by what it means to an engine."""
+    for word, meaning in words.items():
+        text = text.replace(word, meaning)
+    return text

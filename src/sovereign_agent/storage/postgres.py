@@ -24,7 +24,7 @@ from psycopg.pq import TransactionStatus
 
 from sovereign_agent.clock import moment
 from sovereign_agent.errors import ConstraintBroken, Contention, LedgerFault, LedgerUnavailable, SovereignError
-from sovereign_agent.storage.engine import Connection, Result, Value, append_only_words, split_statements
+from sovereign_agent.storage.engine import Connection, Result, Value, schema_statements, spelled
 
 _WORDS = {"<for update>": "FOR UPDATE", "<for share>": "FOR SHARE", "<skip locked>": "SKIP LOCKED"}
 _SCHEMA_WORDS = {
@@ -59,9 +59,8 @@ _UNAVAILABLE = (
 @lru_cache(maxsize=1024)
 def render(text: str) -> str:
     """Replace the engine words, double every ``%``, and turn each ``?`` outside quotes and comments into ``%s``."""
-    for word, meaning in _WORDS.items():
-        text = text.replace(word, meaning)
-    return _QUOTED_OR_PLACEHOLDER.sub(lambda found: "%s" if found[0] == "?" else found[0], text.replace("%", "%%"))
+    text = spelled(text, _WORDS).replace("%", "%%")
+    return _QUOTED_OR_PLACEHOLDER.sub(lambda found: "%s" if found[0] == "?" else found[0], text)
 
 
 class _Numeric(Loader):
@@ -130,11 +129,7 @@ class PostgresConnection(Connection):
         return {str(row[0]) for row in rows}
 
     def schema_statements(self, sql: str) -> list[str]:
-        statements: list[str] = []
-        for statement in split_statements(sql):
-            append_only = append_only_words(statement)
-            statements += _append_only(append_only[0]) if append_only else [_schema_words(statement)]
-        return statements
+        return schema_statements(sql, _SCHEMA_WORDS, _append_only)
 
     def _close(self) -> None:
         self._raw.close()
@@ -282,13 +277,7 @@ def _first_line(error: psycopg.Error) -> str:
     return text.strip().splitlines()[0] if text.strip() else type(error).__name__
 
 
-def _schema_words(statement: str) -> str:
-    for word, meaning in _SCHEMA_WORDS.items():
-        statement = statement.replace(word, meaning)
-    return statement
-
-
-def _append_only(table: str) -> list[str]:
+def _append_only(table: str, _keys: list[str]) -> list[str]:
     change = f"UPDATE OR DELETE OR TRUNCATE ON {table}"
     refuse = "FOR EACH STATEMENT EXECUTE FUNCTION refuse_change()"
     return [_REFUSE_CHANGE, f"CREATE TRIGGER {table}_append_only BEFORE {change} {refuse}"]

@@ -29,7 +29,7 @@ from sovereign_agent.errors import (
     SchemaMismatch,
     SovereignError,
 )
-from sovereign_agent.storage.engine import Connection, Result, Value, append_only_words, split_statements
+from sovereign_agent.storage.engine import Connection, Result, Value, schema_statements, spelled
 
 OLDEST_SQLITE = (3, 37, 0)
 WAL_LIMIT_BYTES = 64 * 1024 * 1024
@@ -73,9 +73,7 @@ _creating = threading.Lock()
 @lru_cache(maxsize=1024)
 def render(sql: str) -> str:
     """Replace the engine words of a statement."""
-    for word, meaning in _WORDS.items():
-        sql = sql.replace(word, meaning)
-    return sql
+    return spelled(sql, _WORDS)
 
 
 class SQLiteConnection(Connection):
@@ -124,11 +122,7 @@ class SQLiteConnection(Connection):
         return {str(row[0]) for row in rows}
 
     def schema_statements(self, sql: str) -> list[str]:
-        statements: list[str] = []
-        for statement in split_statements(sql):
-            append_only = append_only_words(statement)
-            statements += _append_only(*append_only) if append_only else [_schema_words(statement)]
-        return statements
+        return schema_statements(sql, _SCHEMA_WORDS, _append_only)
 
     def _connect(self) -> sqlite3.Connection:
         return self._connect_as("mode=rw")
@@ -180,12 +174,6 @@ class SQLiteConnection(Connection):
     def _holder(self) -> str:
         """Who holds the write lock, as far as the operating system tells."""
         return writer_of(Path(f"{self.path}-shm"))
-
-
-def _schema_words(statement: str) -> str:
-    for word, meaning in _SCHEMA_WORDS.items():
-        statement = statement.replace(word, meaning)
-    return statement
 
 
 def _append_only(table: str, keys: list[str]) -> list[str]:
