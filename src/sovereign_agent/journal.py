@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any
@@ -69,23 +70,14 @@ def record(
 
 def write_receipt(connection: Connection, receipt: Receipt, *, at: datetime) -> None:
     """Append the one receipt of an attempt. Raises ConstraintBroken when it already has one."""
+    ids = (receipt.id, receipt.assignment_id, receipt.attempt_id, receipt.actor_id)
     connection.execute(
         """
         INSERT INTO receipts (id, assignment_id, attempt_id, actor_id, status, failure_category,
                               summary, detail, created_at)
         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
         """,
-        (
-            receipt.id,
-            receipt.assignment_id,
-            receipt.attempt_id,
-            receipt.actor_id,
-            receipt.status,
-            receipt.failure_category,
-            receipt.summary,
-            to_json(receipt.detail),
-            micros(at),
-        ),
+        (*ids, receipt.status, receipt.failure_category, receipt.summary, to_json(receipt.detail), micros(at)),
     )
 
 
@@ -180,18 +172,4 @@ def latest_events(connection: Connection, *, limit: int = 20) -> list[Event]:
 
 def receipt_json(receipt: Receipt) -> str:
     """The receipt as it stands on disk beside a run: a copy for people, never read back as truth."""
-    created = receipt.created_at.isoformat() if receipt.created_at else None
-    return json.dumps(
-        {
-            "id": receipt.id,
-            "assignment_id": receipt.assignment_id,
-            "attempt_id": receipt.attempt_id,
-            "actor_id": receipt.actor_id,
-            "status": receipt.status.value,
-            "failure_category": receipt.failure_category,
-            "summary": receipt.summary,
-            "detail": receipt.detail,
-            "created_at": created,
-        },
-        indent=2,
-    )
+    return json.dumps(asdict(receipt), indent=2, default=datetime.isoformat)
