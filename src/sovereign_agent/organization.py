@@ -36,7 +36,6 @@ from sovereign_agent.records import (
     IDLE_SOW_STATES,
     STUCK_SOW_STATES,
     Assignment,
-    AssignmentState,
     ExecutionAttempt,
     Message,
     Outcome,
@@ -310,23 +309,7 @@ class Organization:
         self, connection: Connection, assignment_id: str, kind: str, detail: dict[str, Any], recorded_by: str
     ) -> None:
         """Keep evidence of an effect, in the transaction that makes it. The assignment must be COMPLETED."""
-        assignment = outcomes.get_assignment(connection, assignment_id)
-        if assignment.state is not AssignmentState.COMPLETED:
-            raise IllegalMove(
-                f"No effect of {assignment_id} was recorded.",
-                category="illegal_move",
-                why=f"It is {assignment.state.value}: only completed work has effects.",
-                inspect=f"sovereign-agent inspect {assignment_id}",
-            )
-        outcomes.record_evidence(
-            connection,
-            sow_id=assignment.sow_id,
-            assignment_id=assignment_id,
-            kind=kind,
-            detail=detail,
-            recorded_by=recorded_by,
-            now=self.db.now(),
-        )
+        outcomes.record_evidence(connection, assignment_id, kind, detail, recorded_by, now=self.db.now())
 
     # --- judging ------------------------------------------------------------------------------------------
 

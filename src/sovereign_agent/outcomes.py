@@ -333,19 +333,20 @@ def cancel_created_assignment(connection: Connection, assignment_id: str, *, act
 
 
 def record_evidence(
-    connection: Connection,
-    *,
-    sow_id: str,
-    assignment_id: str,
-    kind: str,
-    detail: dict[str, Any],
-    recorded_by: str,
-    now: datetime,
+    connection: Connection, assignment_id: str, kind: str, detail: dict[str, Any], recorded_by: str, *, now: datetime
 ) -> None:
-    """Keep one piece of evidence of an assignment's work."""
+    """Keep one piece of evidence of an assignment's effect. Raises IllegalMove unless it is COMPLETED."""
+    assignment = get_assignment(connection, assignment_id)
+    if assignment.state is not AssignmentState.COMPLETED:
+        raise IllegalMove(
+            f"No effect of {assignment_id} was recorded.",
+            category="illegal_move",
+            why=f"It is {assignment.state.value}: only completed work has effects.",
+            inspect=f"sovereign-agent inspect {assignment_id}",
+        )
     connection.execute(
         "INSERT INTO evidence (sow_id, assignment_id, kind, detail, recorded_by, created_at) VALUES (?, ?, ?, ?, ?, ?)",
-        (sow_id, assignment_id, kind, journal.to_json(detail), recorded_by, micros(now)),
+        (assignment.sow_id, assignment_id, kind, journal.to_json(detail), recorded_by, micros(now)),
     )
 
 
