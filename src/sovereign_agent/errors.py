@@ -111,6 +111,12 @@ class ConfigurationFault(SovereignError, ValueError):
     """`sovereign.toml` is missing, unreadable or says what cannot be meant."""
 
 
+def wrong_state(happened: str, why: str, record_id: str) -> IllegalMove:
+    """The refusal for an act that a record's state does not allow."""
+    inspect = f"sovereign-agent inspect {record_id}"
+    return IllegalMove(happened, category="illegal_move", why=why, inspect=inspect)
+
+
 def actor_lease_lost(actor_id: str, fencing_token: int) -> AuthorityLost:
     """The refusal for an act under a lease that is not the current one."""
     return AuthorityLost(

@@ -28,7 +28,7 @@ from sovereign_agent import configuration, fencing, journal, outcomes, providers
 from sovereign_agent.clock import Clock
 from sovereign_agent.configuration import Act, ActorSettings, ProviderSettings, Settings, resolve_reference
 from sovereign_agent.database import LEDGER_NAME, Connection, Database
-from sovereign_agent.errors import ConfigurationFault, IllegalMove, PolicyRefusal
+from sovereign_agent.errors import ConfigurationFault, IllegalMove, PolicyRefusal, wrong_state
 from sovereign_agent.liveness import this_process
 from sovereign_agent.providers.base import Envelope, OutcomeBrief, Proposal, SowBrief
 from sovereign_agent.providers.process import Leash
@@ -332,9 +332,7 @@ class Organization:
             if verdict.passed and sow.required_effect_kind and sow.required_effect_kind not in kinds:
                 verdict = verdicts.failed(f"No evidence of the required effect {sow.required_effect_kind!r}.")
             if verdicts.completing_receipt(connection, sow_id).id != receipt.id:
-                raise IllegalMove(
-                    f"{sow_id} was not judged.", category="illegal_move", why="It was done again in the meantime."
-                )
+                raise wrong_state(f"{sow_id} was not judged.", "It was done again in the meantime.", sow_id)
             to = SowState.VERIFIED if verdict.passed else SowState.REJECTED
             outcomes.move_sow(connection, sow_id, (SowState.COMPLETED,), to, actor=verifier_id, now=now)
             outcomes.record_verification(

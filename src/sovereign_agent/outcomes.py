@@ -17,7 +17,7 @@ from typing import Any
 from sovereign_agent import journal
 from sovereign_agent.clock import micros
 from sovereign_agent.database import Connection, Row
-from sovereign_agent.errors import IllegalMove, Refusal
+from sovereign_agent.errors import IllegalMove, Refusal, wrong_state
 from sovereign_agent.records import (
     ASSIGNABLE_SOW_STATES,
     TURNING_SOW_STATES,
@@ -338,12 +338,8 @@ def record_evidence(
     """Keep one piece of evidence of an assignment's effect. Raises IllegalMove unless it is COMPLETED."""
     assignment = get_assignment(connection, assignment_id)
     if assignment.state is not AssignmentState.COMPLETED:
-        raise IllegalMove(
-            f"No effect of {assignment_id} was recorded.",
-            category="illegal_move",
-            why=f"It is {assignment.state.value}: only completed work has effects.",
-            inspect=f"sovereign-agent inspect {assignment_id}",
-        )
+        why = f"It is {assignment.state.value}: only completed work has effects."
+        raise wrong_state(f"No effect of {assignment_id} was recorded.", why, assignment_id)
     connection.execute(
         "INSERT INTO evidence (sow_id, assignment_id, kind, detail, recorded_by, created_at) VALUES (?, ?, ?, ?, ?, ?)",
         (assignment.sow_id, assignment_id, kind, journal.to_json(detail), recorded_by, micros(now)),
@@ -460,9 +456,5 @@ def there(row: Row | None, kind: str, record_id: str) -> Row:
 
 def illegal_move(kind: str, record_id: str, state: str, to: str) -> IllegalMove:
     """The refusal for a move that a record's state does not allow."""
-    return IllegalMove(
-        f"{kind.capitalize()} {record_id} cannot become {to}.",
-        category="illegal_move",
-        why=f"It is {state}, or another process moved it in this moment.",
-        inspect=f"sovereign-agent inspect {record_id}",
-    )
+    why = f"It is {state}, or another process moved it in this moment."
+    return wrong_state(f"{kind.capitalize()} {record_id} cannot become {to}.", why, record_id)

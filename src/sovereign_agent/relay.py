@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from sovereign_agent import journal
 from sovereign_agent.clock import Clock, micros
 from sovereign_agent.database import Connection, Database, Row
-from sovereign_agent.errors import AlreadyHeld, AuthorityLost, IllegalMove, PolicyRefusal, Refusal
+from sovereign_agent.errors import AlreadyHeld, AuthorityLost, IllegalMove, PolicyRefusal, Refusal, wrong_state
 from sovereign_agent.fencing import next_token
 from sovereign_agent.outcomes import there
 from sovereign_agent.records import Message, MessageState, from_row, new_id
@@ -240,12 +240,8 @@ def _not_claimable(message: Message) -> Refusal:
             why=f"{message.claim_owner} holds it until {message.claim_expires_at}.",
             inspect=f"sovereign-agent inspect {message.id}",
         )
-    return IllegalMove(
-        f"Message {message.id} was not claimed.",
-        category="illegal_move",
-        why=f"It is {message.state.value} after {message.deliveries} of {MAX_DELIVERIES} deliveries.",
-        inspect=f"sovereign-agent inspect {message.id}",
-    )
+    why = f"It is {message.state.value} after {message.deliveries} of {MAX_DELIVERIES} deliveries."
+    return wrong_state(f"Message {message.id} was not claimed.", why, message.id)
 
 
 def _stale(message: Message, fencing_token: int) -> AuthorityLost:
