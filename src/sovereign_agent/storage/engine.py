@@ -24,7 +24,7 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Any, Protocol
 
-from sovereign_agent.errors import IllegalMove, LedgerFault, LedgerUnavailable
+from sovereign_agent.errors import ConstraintBroken, Contention, IllegalMove, LedgerFault, LedgerUnavailable
 
 Value = str | int | float | bytes | None
 SMALLEST, GREATEST = -(2**63), 2**63 - 1
@@ -327,3 +327,31 @@ def spelled(text: str, words: Mapping[str, str]) -> str:
     for word, meaning in words.items():
         text = text.replace(word, meaning)
     return text
+
+
+def busy(happened: str, why: str = "") -> Contention:
+    """What a call ends in that waited for others for as long as it may."""
+    return Contention(
+        happened,
+        category="ledger_busy",
+        why=why,
+        inspect="sovereign-agent doctor",
+        next_command="repeat the command",
+    )
+
+
+def unusable(happened: str, why: str) -> LedgerUnavailable:
+    """What a call ends in that cannot reach the ledger, or not write it."""
+    return LedgerUnavailable(
+        happened,
+        category="ledger_unavailable",
+        why=why,
+        inspect="sovereign-agent doctor",
+        next_command="mend the cause, then repeat the command",
+    )
+
+
+def broken(why: str) -> ConstraintBroken:
+    """What a call ends in that offered what the ledger's constraints refuse."""
+    happened = "The ledger refused a row."
+    return ConstraintBroken(happened, category="constraint_broken", why=why, inspect="sovereign-agent doctor")

@@ -21,15 +21,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from sovereign_agent.clock import SystemClock, monotonic
-from sovereign_agent.errors import (
-    ConstraintBroken,
-    Contention,
-    LedgerFault,
-    LedgerUnavailable,
-    SchemaMismatch,
-    SovereignError,
-)
-from sovereign_agent.storage.engine import Connection, Result, Value, schema_statements, spelled
+from sovereign_agent.errors import LedgerFault, LedgerUnavailable, SchemaMismatch, SovereignError
+from sovereign_agent.storage import engine
+from sovereign_agent.storage.engine import Connection, Result, Value
 
 OLDEST_SQLITE = (3, 37, 0)
 WAL_LIMIT_BYTES = 64 * 1024 * 1024
@@ -73,7 +67,7 @@ _creating = threading.Lock()
 @lru_cache(maxsize=1024)
 def render(sql: str) -> str:
     """Replace the engine words of a statement."""
-    return spelled(sql, _WORDS)
+    return engine.spelled(sql, _WORDS)
 
 
 class SQLiteConnection(Connection):
@@ -122,7 +116,7 @@ class SQLiteConnection(Connection):
         return {str(row[0]) for row in rows}
 
     def schema_statements(self, sql: str) -> list[str]:
-        return schema_statements(sql, _SCHEMA_WORDS, _append_only)
+        return engine.schema_statements(sql, _SCHEMA_WORDS, _append_only)
 
     def _connect(self) -> sqlite3.Connection:
         return self._connect_as("mode=rw")
@@ -192,28 +186,11 @@ def translated(error: sqlite3.Error, path: Path, holder: Callable[[], str]) -> S
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
     primary = code & 0xFF
     if primary in _BUSY:
-        return Contention(
-            f"The ledger {path} is busy.",
-            category="ledger_busy",
-            why=f"The write lock is held{holder() or ' by another process'}.",
-            inspect="sovereign-agent doctor",
-            next_command="repeat the command",
-        )
+        return engine.busy(f"The ledger {path} is busy.", f"The write lock is held{holder() or ' by another process'}.")
     if primary in _BROKEN:
-        return ConstraintBroken(
-            "The ledger refused a row.",
-            category="constraint_broken",
-            why=str(error),
-            inspect="sovereign-agent doctor",
-        )
+        return engine.broken(str(error))
     if primary in _UNAVAILABLE:
-        return LedgerUnavailable(
-            f"The ledger {path} cannot be used: {error}.",
-            category="ledger_unavailable",
-            why=_unavailable_because(code, path),
-            inspect="sovereign-agent doctor",
-            next_command="mend the cause, then repeat the command",
-        )
+        return engine.unusable(f"The ledger {path} cannot be used: {error}.", _unavailable_because(code, path))
     return LedgerFault(f"SQLite refused a statement: {error}.", category="ledger_fault", inspect=str(path))
 
 
