@@ -51,12 +51,15 @@ class SovereignError(Exception):
         lines = [("why", self.why), ("look", self.inspect), ("next", self.next_command)]
         return [(label, text) for label, text in lines if text]
 
+    def document(self) -> dict[str, str]:
+        """All that it says, by name, the empty ones too."""
+        return {name: getattr(self, name) for name in ("category", "happened", "why", "inspect", "next_command")}
+
     def __str__(self) -> str:
         return self.happened
 
     def __reduce__(self) -> tuple[Callable[..., SovereignError], tuple[type[SovereignError], dict[str, str]]]:
-        answers = ("happened", "category", "why", "inspect", "next_command")
-        return _rebuild, (type(self), {name: getattr(self, name) for name in answers})
+        return _rebuild, (type(self), self.document())
 
 
 def _rebuild(kind: type[SovereignError], answers: dict[str, str]) -> SovereignError:
