@@ -520,9 +520,8 @@ def _is_current(lease: Row | None, process_identity: str, fencing_token: int, no
 
 
 def _lease_held(connection: Connection, actor_id: str) -> AlreadyHeld:
-    row = connection.execute("SELECT * FROM actor_leases WHERE actor_id = ?", (actor_id,)).fetchone()
-    assert row is not None  # the statement that was refused has locked it
-    held = from_row(ActorLease, row)
+    held = lease_on(connection, actor_id)
+    assert held  # the statement that was refused has locked it
     return AlreadyHeld(
         f"Actor {actor_id} was not leased.",
         category="actor_lease_held",

@@ -14,35 +14,25 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 
+from sovereign_agent import records
 from sovereign_agent.clock import micros
 from sovereign_agent.database import Connection
 from sovereign_agent.errors import IllegalMove
-from sovereign_agent.records import (
-    Assignment,
-    Event,
-    ExecutionAttempt,
-    Message,
-    Outcome,
-    Receipt,
-    ReceiptStatus,
-    Sow,
-    from_row,
-    new_id,
-)
+from sovereign_agent.records import Event, ExecutionAttempt, Receipt, ReceiptStatus, from_row, new_id
 
 WORKER_LOST = "worker_lost"
 """The one category of a receipt that another process had to write."""
 
-Record = Outcome | Sow | Assignment | ExecutionAttempt | Receipt | Message
+Record = records.Outcome | records.Sow | records.Assignment | ExecutionAttempt | Receipt | records.Message
 """Whatever has an id that a person can type."""
 
 _FOUND_BY: dict[str, tuple[type[Record], str]] = {
-    "out_": (Outcome, "SELECT * FROM outcomes WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
-    "sow_": (Sow, "SELECT * FROM sows WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
-    "asg_": (Assignment, "SELECT * FROM assignments WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
+    "out_": (records.Outcome, "SELECT * FROM outcomes WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
+    "sow_": (records.Sow, "SELECT * FROM sows WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
+    "asg_": (records.Assignment, "SELECT * FROM assignments WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
     "att_": (ExecutionAttempt, "SELECT * FROM execution_attempts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
     "rcp_": (Receipt, "SELECT * FROM receipts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
-    "msg_": (Message, "SELECT * FROM messages WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
+    "msg_": (records.Message, "SELECT * FROM messages WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
 }
 
 NO_EVIDENCE = MappingProxyType({"cause": "unknown"})
