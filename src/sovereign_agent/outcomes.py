@@ -358,18 +358,11 @@ def record_verification(
     connection: Connection, *, subject: str, assignment_id: str, verifier: str, verdict: Verdict, now: datetime
 ) -> None:
     """Keep what a verification found about a statement of work, or (with no `assignment_id`) about an outcome."""
+    found = (int(verdict.passed), verdict.reason, journal.to_json(verdict.detail))
     connection.execute(
         "INSERT INTO verifications (subject, assignment_id, verifier_id, passed, reason, detail, created_at)"
         " VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (
-            subject,
-            assignment_id,
-            verifier,
-            int(verdict.passed),
-            verdict.reason,
-            journal.to_json(verdict.detail),
-            micros(now),
-        ),
+        (subject, assignment_id, verifier, *found, micros(now)),
     )
     kind = "verification.passed" if verdict.passed else "verification.failed"
     journal.record(connection, kind, subject, actor=verifier, at=now, detail={"reason": verdict.reason})
