@@ -120,6 +120,11 @@ def wrong_state(happened: str, why: str, record_id: str) -> IllegalMove:
     return IllegalMove(happened, category="illegal_move", why=why, inspect=inspect)
 
 
+def wrong_length(happened: str, limit: int) -> IllegalMove:
+    """The refusal for a text that is empty or too long; `limit` is in characters."""
+    return IllegalMove(happened, category="invalid_text", why=f"It must have 1 to {limit} characters.")
+
+
 def actor_lease_lost(actor_id: str, fencing_token: int) -> AuthorityLost:
     """The refusal for an act under a lease that is not the current one."""
     return AuthorityLost(

@@ -28,7 +28,7 @@ from sovereign_agent import configuration, fencing, journal, outcomes, providers
 from sovereign_agent.clock import Clock
 from sovereign_agent.configuration import Act, ActorSettings, ProviderSettings, Settings, resolve_reference
 from sovereign_agent.database import LEDGER_NAME, Connection, Database
-from sovereign_agent.errors import ConfigurationFault, IllegalMove, PolicyRefusal, wrong_state
+from sovereign_agent.errors import ConfigurationFault, IllegalMove, PolicyRefusal, wrong_length, wrong_state
 from sovereign_agent.liveness import this_process
 from sovereign_agent.providers.base import Envelope, OutcomeBrief, Proposal, SowBrief
 from sovereign_agent.providers.process import Leash
@@ -515,8 +515,4 @@ def _role(role: Role | str) -> Role:
 def _text(value: str, what: str) -> str:
     if value.strip() and len(value) <= TEXT_LIMIT_CHARACTERS:
         return value
-    raise IllegalMove(
-        f"The {what} cannot be recorded.",
-        category="invalid_text",
-        why=f"It must have 1 to {TEXT_LIMIT_CHARACTERS} characters.",
-    )
+    raise wrong_length(f"The {what} cannot be recorded.", TEXT_LIMIT_CHARACTERS)
