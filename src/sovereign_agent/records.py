@@ -74,7 +74,7 @@ def _names(stored: str) -> tuple[str, ...]:
     """What a JSON list of names holds. One that a hand has spoiled becomes a name that nothing has."""
     try:
         return tuple(str(name) for name in json.loads(stored))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return ("unreadable",)
 
 
