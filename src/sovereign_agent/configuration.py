@@ -15,8 +15,8 @@ import re
 import secrets
 import sys
 import tomllib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -266,11 +266,8 @@ def set_actor_provider(root: Path | str, actor_id: str, provider: str) -> None:
     except (TOMLKitError, ValueError) as error:
         raise _fault(path, text, ("actors", actor_id, "provider"), str(error), "edit the file by hand") from error
     _judged(path, edited)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with held_open(path.parent, os.O_RDONLY | os.O_DIRECTORY) as folder:
         replace_file(folder, path.name, edited.encode(), mode=path.stat().st_mode & 0o777)
-    finally:
-        os.close(folder)
 
 
 def check_default(root: Path, ledger_url: str) -> str:
@@ -313,6 +310,16 @@ def resolve_reference(reference: str, root: Path) -> Any:
             inspect=FILE_NAME,
             next_command="install the package, or correct the name (package.module:attribute)",
         ) from error
+
+
+@contextmanager
+def held_open(path: Path | str, flags: int, inside: int | None = None) -> Generator[int]:
+    """A descriptor of a file or a folder, `path` seen from the folder `inside`, for as long as it is needed."""
+    descriptor = os.open(path, flags, dir_fd=inside)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def replace_file(folder: int, name: str, content: bytes, *, mode: int = 0o600) -> None:

@@ -247,29 +247,26 @@ def acquire_execution_attempt(
             raise actor_lease_lost(actor_id, actor_lease_fencing_token)
         if held and not EPOCH <= held.expires_at <= now:
             raise _attempt_held(held)
-        attempt = ExecutionAttempt(
-            id=new_id("att"),
-            assignment_id=assignment_id,
-            actor_id=actor_id,
-            process_identity=process_identity,
-            fencing_token=token,
-            actor_lease_fencing_token=actor_lease_fencing_token,
-            status=AttemptStatus.ACTIVE,
-            acquired_at=now,
-            expires_at=now + min(ttl, maximum),
-            deadline=now + maximum,
-            host=host,
-            process=dict(process or {}),
-            progress_at=now,
-        )
+        attempt_id = new_id("att")
         if held:
             _close_attempt(connection, held.id, AttemptStatus.RECOVERED)
             journal.record_end(connection, held, journal.lost_receipt(held), now, "assignment.recovered")
-            outcomes.hand_over_assignment(connection, assignment_id, actor_id, held.id, attempt.id, now=now)
+            outcomes.hand_over_assignment(connection, assignment_id, actor_id, held.id, attempt_id, now=now)
         else:
-            outcomes.start_assignment(connection, assignment_id, actor_id, attempt.id, now=now)
-        _insert_attempt(connection, attempt)
-    return attempt
+            outcomes.start_assignment(connection, assignment_id, actor_id, attempt_id, now=now)
+        ids = (attempt_id, assignment_id, actor_id, process_identity, token, actor_lease_fencing_token)
+        times = (micros(now), micros(now + min(ttl, maximum)), micros(now + maximum))
+        where = (host, journal.to_json(dict(process or {})), micros(now))
+        inserted = connection.execute(
+            """
+            INSERT INTO execution_attempts (id, assignment_id, actor_id, process_identity, fencing_token,
+                                            actor_lease_fencing_token, status, acquired_at, expires_at, deadline,
+                                            host, process, progress_at)
+            VALUES (?, ?, ?, ?, ?, ?, 'ACTIVE', ?, ?, ?, ?, ?, ?) RETURNING *
+            """,
+            (*ids, *times, *where),
+        )
+        return from_row(ExecutionAttempt, inserted.rows[0])
 
 
 def active_attempt(connection: Connection, assignment_id: str) -> ExecutionAttempt | None:
@@ -450,14 +447,6 @@ def expired_attempts(
     return [from_row(ExecutionAttempt, row) for row in rows if row["id"] not in skipping][:limit]
 
 
-def attempts_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[ExecutionAttempt]:
-    """Up to `limit` attempts with ids from `first` on, before `beyond`."""
-    rows = connection.execute(
-        "SELECT * FROM execution_attempts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
-    )
-    return [from_row(ExecutionAttempt, row) for row in rows]
-
-
 def orphans(connection: Connection, *, limit: int = 100) -> list[str]:
     """Assignments that are RUNNING under an attempt that is not ACTIVE, or not there: only a hand can make one."""
     rows = connection.execute(
@@ -509,21 +498,6 @@ def close_workspace(connection: Connection, attempt_id: str) -> None:
 # --- helpers ----------------------------------------------------------------------------------------------
 
 
-def _insert_attempt(connection: Connection, attempt: ExecutionAttempt) -> None:
-    ids = (attempt.id, attempt.assignment_id, attempt.actor_id, attempt.process_identity)
-    where = (attempt.host, journal.to_json(attempt.process), micros(attempt.progress_at))
-    times = (micros(attempt.acquired_at), micros(attempt.expires_at), micros(attempt.deadline))
-    connection.execute(
-        """
-        INSERT INTO execution_attempts (id, assignment_id, actor_id, process_identity, fencing_token,
-                                        actor_lease_fencing_token, status, acquired_at, expires_at, deadline,
-                                        host, process, progress_at)
-        VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-        """,
-        (*ids, attempt.fencing_token, attempt.actor_lease_fencing_token, attempt.status, *times, *where),
-    )
-
-
 def _close_attempt(connection: Connection, attempt_id: str, status: AttemptStatus) -> None:
     closed = connection.execute(
         "UPDATE execution_attempts SET status = ? WHERE id = ? AND status = 'ACTIVE'", (status, attempt_id)
@@ -546,9 +520,8 @@ def _is_current(lease: Row | None, process_identity: str, fencing_token: int, no
 
 
 def _lease_held(connection: Connection, actor_id: str) -> AlreadyHeld:
-    row = connection.execute("SELECT * FROM actor_leases WHERE actor_id = ?", (actor_id,)).fetchone()
-    assert row is not None  # the statement that was refused has locked it
-    held = from_row(ActorLease, row)
+    held = lease_on(connection, actor_id)
+    assert held  # the statement that was refused has locked it
     return AlreadyHeld(
         f"Actor {actor_id} was not leased.",
         category="actor_lease_held",

@@ -28,7 +28,7 @@ from sovereign_agent import configuration, fencing, journal, outcomes, providers
 from sovereign_agent.clock import Clock
 from sovereign_agent.configuration import Act, ActorSettings, ProviderSettings, Settings, resolve_reference
 from sovereign_agent.database import LEDGER_NAME, Connection, Database
-from sovereign_agent.errors import ConfigurationFault, IllegalMove, PolicyRefusal
+from sovereign_agent.errors import ConfigurationFault, IllegalMove, PolicyRefusal, wrong_length, wrong_state
 from sovereign_agent.liveness import this_process
 from sovereign_agent.providers.base import Envelope, OutcomeBrief, Proposal, SowBrief
 from sovereign_agent.providers.process import Leash
@@ -36,7 +36,6 @@ from sovereign_agent.records import (
     IDLE_SOW_STATES,
     STUCK_SOW_STATES,
     Assignment,
-    AssignmentState,
     ExecutionAttempt,
     Message,
     Outcome,
@@ -311,23 +310,7 @@ class Organization:
         self, connection: Connection, assignment_id: str, kind: str, detail: dict[str, Any], recorded_by: str
     ) -> None:
         """Keep evidence of an effect, in the transaction that makes it. The assignment must be COMPLETED."""
-        assignment = outcomes.get_assignment(connection, assignment_id)
-        if assignment.state is not AssignmentState.COMPLETED:
-            raise IllegalMove(
-                f"No effect of {assignment_id} was recorded.",
-                category="illegal_move",
-                why=f"It is {assignment.state.value}: only completed work has effects.",
-                inspect=f"sovereign-agent inspect {assignment_id}",
-            )
-        outcomes.record_evidence(
-            connection,
-            sow_id=assignment.sow_id,
-            assignment_id=assignment_id,
-            kind=kind,
-            detail=detail,
-            recorded_by=recorded_by,
-            now=self.db.now(),
-        )
+        outcomes.record_evidence(connection, assignment_id, kind, detail, recorded_by, now=self.db.now())
 
     # --- judging ------------------------------------------------------------------------------------------
 
@@ -350,9 +333,7 @@ class Organization:
             if verdict.passed and sow.required_effect_kind and sow.required_effect_kind not in kinds:
                 verdict = verdicts.failed(f"No evidence of the required effect {sow.required_effect_kind!r}.")
             if verdicts.completing_receipt(connection, sow_id).id != receipt.id:
-                raise IllegalMove(
-                    f"{sow_id} was not judged.", category="illegal_move", why="It was done again in the meantime."
-                )
+                raise wrong_state(f"{sow_id} was not judged.", "It was done again in the meantime.", sow_id)
             to = SowState.VERIFIED if verdict.passed else SowState.REJECTED
             outcomes.move_sow(connection, sow_id, (SowState.COMPLETED,), to, actor=verifier_id, now=now)
             outcomes.record_verification(
@@ -535,8 +516,4 @@ def _role(role: Role | str) -> Role:
 def _text(value: str, what: str) -> str:
     if value.strip() and len(value) <= TEXT_LIMIT_CHARACTERS:
         return value
-    raise IllegalMove(
-        f"The {what} cannot be recorded.",
-        category="invalid_text",
-        why=f"It must have 1 to {TEXT_LIMIT_CHARACTERS} characters.",
-    )
+    raise wrong_length(f"The {what} cannot be recorded.", TEXT_LIMIT_CHARACTERS)
