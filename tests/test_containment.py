@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,16 @@ def dead(processes: list[psutil.Process]) -> bool:
             return True
 
     return all(is_dead(each) for each in processes)
+
+
+def at_last(act: Callable[..., Ending], *args: Any, **options: Any) -> Ending:
+    """What it answers, in a thread that is left behind if it never does."""
+    answers: list[Ending] = []
+    thread = threading.Thread(target=lambda: answers.append(act(*args, **options)), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert answers, "it hangs"
+    return answers[0]
 
 
 @contextmanager
@@ -392,6 +403,47 @@ def test_the_end_of_a_program_whose_guardian_was_killed_is_never_taken_for_a_goo
 
 
 @linux
+def test_a_result_does_not_count_when_the_guardian_was_lost_over_the_end(
+    run: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "AFTER_RESULT_SECONDS", 0.3)
+    ending = start(run, "sh", "-c", "trap 'kill -9 $PPID' TERM; echo done; sleep 60", reader=Lines(), grace_seconds=5)
+    assert (ending.ended_by, ending.verdict_code) == ("itself", None)
+    assert "unknown" in process.seen(ending).get("killed", "")
+    assert "unknown" in ending.survivors[0]
+
+
+@linux
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_program_whose_guardian_is_gone_before_it_has_begun_never_begins(run: Workspace, *, gone: bool) -> None:
+    told = f"['touch', 'started'], {str(run.path)!r}, {{'PATH': {os.defpath!r}}}, []"
+    script = f"import guardian, os; guardian.become({told}, guardian=os.getppid() + {gone:d})"  # another took it over
+    subprocess.run((sys.executable, "-c", script), cwd=Path(guardian.__file__).parent, check=False, timeout=30)
+    assert (run.path / "started").exists() is not gone
+
+
+def test_a_guardian_that_does_not_take_its_first_order_holds_nobody_up(
+    run: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "PATIENCE_SECONDS", 0.5)
+    begin = process._start_guardian
+
+    def begin_deaf(*arguments: Any) -> subprocess.Popen[bytes]:
+        guard = begin(*arguments)
+        guard.send_signal(signal.SIGSTOP)
+        return guard
+
+    monkeypatch.setattr(process, "_start_guardian", begin_deaf)
+    assert at_last(start, run, "true", *["x" * 100_000] * 10).exit_code is None
+
+
+def test_what_was_ended_for_want_of_its_worker_did_not_end_well_whatever_its_exit_code(run: Workspace) -> None:
+    ending = start(run, "true")
+    assert process.seen(ending) == {}
+    assert [*process.seen(replace(ending, ended_by="worker_lost"))] == ["worker_lost"]
+
+
+@linux
 def test_a_guardian_that_does_not_obey_is_killed_and_takes_its_program_along(
     run: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,6 +508,17 @@ def test_hazard_10_a_program_that_hangs_after_its_result_is_ended_and_its_result
     assert ending.verdict_code == 0
     assert process.seen(ending) == {}
     assert 0.5 <= ending.duration_seconds < 3
+
+
+@pytest.mark.parametrize("limit", [{"idle_seconds": 1.0}, {"timeout_seconds": 1.0}], ids=["silence", "deadline"])
+def test_hazard_10_no_limit_that_is_reached_after_the_result_takes_it_back(
+    run: Workspace, limit: dict[str, float]
+) -> None:
+    ending = start(run, "sh", "-c", "echo done; sleep 60", reader=Lines(), **limit)
+    assert (ending.ended_by, process.seen(ending)) == ("after_result", {})
+    assert ending.duration_seconds < 3
+    taken = start(run, "sh", "-c", "echo done; sleep 60", reader=Lines(), leash=Leash(1.0), name="again-")
+    assert [*process.seen(taken)] == ["lease_lost"]
 
 
 @pytest.mark.parametrize("code", [0, 137])

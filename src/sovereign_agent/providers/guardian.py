@@ -170,9 +170,8 @@ def hear(control: int) -> bytes:
     return heard
 
 
-def become(argv: list[str], folder: str, environment: dict[str, str], user: list[int]) -> None:
-    """Turn this forked child into the program, as `user` (group, user, all groups). Raises OSError."""
-    guardian = os.getppid()
+def become(argv: list[str], folder: str, environment: dict[str, str], user: list[int], *, guardian: int) -> None:
+    """Turn this child, forked by `guardian`, into the program, as `user` (group, user, all groups). Raises OSError."""
     signal.set_wakeup_fd(-1)
     for number in RESET:
         signal.signal(number, signal.SIG_DFL)
@@ -254,9 +253,10 @@ def main(control: int, lock: int) -> None:
     try:
         hold(lock)
         prctl(PR_SET_CHILD_SUBREAPER, 1)
+        guardian = os.getpid()  # asked before the fork: a child whose guardian is gone already has another parent
         program = Program(os.fork())
         if not program.pid:
-            become(told["argv"], told["folder"], told["environment"], told["user"])
+            become(told["argv"], told["folder"], told["environment"], told["user"], guardian=guardian)
     except OSError as error:  # in either process
         say(control, fault=[error.errno, error.strerror, str(error.filename or "")])
         os._exit(1)
