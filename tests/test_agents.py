@@ -275,6 +275,11 @@ def test_hazard_07_of_four_endings_of_a_turn_one_completes(code, ok, played):
     assert ok or "the words" in proposal.summary
 
 
+@pytest.mark.parametrize(("then", "expected"), [(GOOD["codex"][1:2], "missing_terminal"), (GOOD["codex"][1:], "")])
+def test_hazard_07_a_turn_that_begins_after_one_that_ended_has_to_end_too(then, expected, played):
+    assert played("codex", *WORK, out(good("codex") + lines(*then))).failure_category == expected
+
+
 @each_kind
 @pytest.mark.parametrize(
     "made", [[], [{"write": ".sovereign-out/tea.txt", "text": ""}], [{"write": "tea.txt", "text": "tea"}]], ids=range(3)

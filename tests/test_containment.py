@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -337,6 +338,43 @@ def test_hazard_12_more_descendants_than_the_guardian_can_hold_are_brought_down(
     ending = start(run, sys.executable, "-c", SWARM, str(count), reader=Lines("swarming"), grace_seconds=0.1)
     assert (ending.ended_by, ending.survivors) == ("after_result", ())
     assert not [each for each in psutil.process_iter(["cmdline"]) if SWARM in (each.info["cmdline"] or [])]
+
+
+def _swarm(pipe: Any, root: str, files: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    ending = start(allocate(root, "run-1"), sys.executable, "-c", SWARM, "100", reader=Lines("swarming"))
+    pipe.send((ending.ended_by, ending.survivors))
+
+
+@linux
+def test_hazard_12_a_swarm_is_brought_down_with_few_files_at_hand(tmp_path: Path) -> None:
+    with child(_swarm, str(tmp_path), 64) as (_, said):
+        assert heard(said) == ("after_result", ())
+    assert not [each for each in psutil.process_iter(["cmdline"]) if SWARM in (each.info["cmdline"] or [])]
+
+
+@linux
+def test_who_cannot_look_sees_nobody_and_does_not_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: str) -> list[str]:
+        raise OSError(errno.ENFILE, "no file to spare")
+
+    with subprocess.Popen(("sleep", "60")) as sleeper:
+        assert sleeper.pid in guardian.descendants()
+        monkeypatch.setattr(os, "listdir", fails)
+        assert guardian.descendants() == {}
+        sleeper.kill()
+
+
+def _start_without_standard_files(pipe: Any, root: str) -> None:
+    for standard in (0, 1, 2):
+        os.close(standard)
+    ending = start(allocate(root, "run-1"), "sh", "-c", "cat; echo out; echo err >&2")
+    pipe.send((ending.exit_code, ending.stdout.total, ending.stderr.total))
+
+
+def test_hazard_15_a_worker_without_standard_files_runs_programs_all_the_same(tmp_path: Path) -> None:
+    with child(_start_without_standard_files, str(tmp_path)) as (_, said):
+        assert heard(said) == (0, 4, 4)
 
 
 @linux

@@ -479,7 +479,7 @@ def _checks(stored: str) -> tuple[str, ...]:
     """The names of an outcome's checks. What cannot be read becomes a check that no organization has."""
     try:
         return tuple(str(name) for name in json.loads(stored))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return ("unreadable",)
 
 

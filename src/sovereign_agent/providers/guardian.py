@@ -24,6 +24,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import select
 import signal
 import sys
@@ -39,8 +40,8 @@ KILL_SECONDS = 5.0
 HUNT_SECONDS = 5.0
 """How long it rests between its attempts on survivors."""
 
-HANDLES = 200
-"""How many pidfds it holds at once; a swarm needs several sweeps."""
+HANDLES = min(200, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+"""How many pidfds it holds at once; a swarm needs several sweeps. It has to look at the swarm meanwhile."""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -97,8 +98,10 @@ def stat(pid: int) -> tuple[str, str, int]:
 
 
 def descendants() -> dict[int, tuple[str, str, int]]:
-    """All that descend from this process, parents first, each with its `stat`."""
-    stats = {int(name): stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208
+    """All that descend from this process, parents first, each with its `stat`; nobody while no file can be opened."""
+    stats: dict[int, tuple[str, str, int]] = {}
+    with contextlib.suppress(OSError):
+        stats = {int(name): stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208
     children: dict[int, list[int]] = {}
     for pid, (_, _, parent) in stats.items():
         children.setdefault(parent, []).append(pid)

@@ -10,6 +10,7 @@ is all that came from it, or the survivors are named. This room itself signals n
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import selectors
@@ -320,21 +321,25 @@ def run(
 
 def _start_guardian(workspace: Workspace, control: socket.socket) -> subprocess.Popen[bytes]:
     """Start a guardian that has nothing to do yet. Raises OSError."""
+    handed: list[int] = []
     lock = os.open(workspace.lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        # Beyond the first three, which its own pipes will take: a worker may have had them closed.
+        handed += [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in (control.fileno(), lock)]
         return subprocess.Popen(  # noqa: S603 - the program is our own, and no shell reads this
-            (sys.executable, "-I", "-S", guardian.__file__, str(control.fileno()), str(lock)),
+            (sys.executable, "-I", "-S", guardian.__file__, *map(str, handed)),
             bufsize=0,
             cwd="/",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=(control.fileno(), lock),
+            pass_fds=handed,
             start_new_session=True,
             umask=0o077,
         )
     finally:
-        os.close(lock)
+        for each in (lock, *handed):
+            os.close(each)
 
 
 class _Watch:
