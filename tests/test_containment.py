@@ -342,7 +342,8 @@ def test_hazard_12_more_descendants_than_the_guardian_can_hold_are_brought_down(
 
 def _swarm(pipe: Any, root: str, files: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    ending = start(allocate(root, "run-1"), sys.executable, "-c", SWARM, "100", reader=Lines("swarming"))
+    below = ("sh", "-c", 'setsid "$@" & wait', "sh", sys.executable, "-c", SWARM, "100")  # no child of the guardian
+    ending = start(allocate(root, "run-1"), *below, reader=Lines("swarming"))
     pipe.send((ending.ended_by, ending.survivors))
 
 
