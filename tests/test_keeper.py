@@ -615,24 +615,30 @@ def test_a_run_is_given_its_declared_maximum_and_its_attempt_some_room_to_end_it
         assert attempt.deadline - attempt.acquired_at == timedelta(seconds=maximum + 7 + 60)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0.9, "out_of_bounds"), (-5, "out_of_bounds"), (4e7, "out_of_bounds"), (1, "done")]
-)
-def test_a_maximum_that_cannot_be_meant_is_refused_before_anything_is_assigned(
-    org: Organization, seconds: float, said: str
-) -> None:
-    _, sow, assignment = governed_work(org)
-    org.cancel(assignment.id, MASTER)
-    assert answer(org.assign, sow.id, OPERATOR, MASTER, maximum=timedelta(seconds=seconds)) == said
-    assert len(outcomes.assignments_of(org.db.connection, sow.id)) == 1 + (said == "done")
-
-
 def test_a_program_that_outlasts_the_declared_maximum_fails_by_timeout(org: Organization) -> None:
     configure(org, lambda document: document["providers"]["scripted"].update(steps=[{"sleep": 60.0}]))
     _, sow, first = governed_work(org)
     org.cancel(first.id, PRINCIPAL)
     assignment = org.assign(sow.id, OPERATOR, MASTER, maximum=timedelta(seconds=1))
     assert org.run_assignment(assignment.id).failure_category == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("maximum", "taken"),
+    [
+        (timedelta(seconds=1), True),
+        (timedelta(days=365), True),
+        (timedelta(0), False),
+        (timedelta(seconds=0.5), False),
+        (timedelta(seconds=-5), False),
+        (timedelta.max, False),
+    ],
+)
+def test_a_maximum_that_no_run_can_have_is_refused(org: Organization, maximum: timedelta, *, taken: bool) -> None:
+    _, sow, first = governed_work(org)
+    org.cancel(first.id, PRINCIPAL)
+    expected = "done" if taken else "invalid_number"
+    assert answer(org.assign, sow.id, OPERATOR, MASTER, maximum=maximum) == expected
 
 
 @pytest.mark.parametrize(("renew", "taken"), [(20.0, True), (20.1, False)])
@@ -780,6 +786,22 @@ def test_hazard_50_work_that_loses_its_workers_is_parked_until_a_ruling_with_the
     third = lose_and_assign_again(outcomes.assignments_of(org.db.connection, sow.id)[-1])
     monkeypatch.setattr(organization, "invoke_actor", works)
     assert org.run_assignment(third.id).status == "completed"
+
+
+def test_hazard_50_work_that_loses_every_worker_that_takes_it_over_is_parked_too(
+    org: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(org, lambda document: document["authority"].update(losses_before_parking=2))
+    _, sow, assignment = governed_work(org)
+    lose(org, assignment)
+    lose(org, assignment)  # this one took the run over
+    monkeypatch.setattr(organization, "invoke_actor", works)
+    assert answer(org.run_assignment, assignment.id) == "parked"
+    assert tick(org).recovered_assignments == (assignment.id,)
+    assert [event.kind for event in journal.events_of(org.db.connection, sow.id)].count("sow.parked") == 1
+    configure(org, lambda document: document["authority"].update(losses_before_parking=3))
+    again = org.assign(sow.id, OPERATOR, MASTER)
+    assert org.run_assignment(again.id).status == "completed"
 
 
 def test_failures_of_other_kinds_and_the_losses_of_other_work_park_nothing(

@@ -50,6 +50,7 @@ from sovereign_agent.records import (
 
 OPEN_OUTCOME = (OutcomeState.ACTIVE, OutcomeState.AT_RISK, OutcomeState.READY)
 TEXT_LIMIT_CHARACTERS = 4000
+LONGEST_RUN_SECONDS = 31_536_000
 
 
 class _LookedEnough(Exception):
@@ -193,14 +194,18 @@ class Organization:
     ) -> Assignment:
         """Give a statement of work to an actor; again, after it failed, blocked or was rejected.
 
-        No run of it lasts longer than `maximum`, by default ``authority.maximum_run_seconds``.
+        No run of it lasts longer than `maximum`, from a second to a year, by default ``authority.maximum_run_seconds``.
 
-        Raises PolicyRefusal (``authority_refusal``, ``unknown_workspace_policy``, ``parked``), IllegalMove.
+        Raises PolicyRefusal (``authority_refusal``, ``unknown_workspace_policy``, ``parked``), IllegalMove (also
+        ``invalid_number``).
         """
         self._authorize(planner_id, "assign")
         actor = self._authorize(actor_id, "execute")
         workspace.check_policy(workspace_policy)
-        longest = self.settings.authority.maximum_run if maximum is None else maximum
+        seconds = int((self.settings.authority.maximum_run if maximum is None else maximum).total_seconds())
+        if not 1 <= seconds <= LONGEST_RUN_SECONDS:
+            why = f"A run may last from a second to {LONGEST_RUN_SECONDS} seconds."
+            raise IllegalMove(f"{sow_id} was not assigned.", category="invalid_number", why=why)
         with self.db.immediate() as connection:
             sow = outcomes.get_sow(connection, sow_id)
             _require_open(outcomes.lock_outcome(connection, sow.outcome_id))
@@ -215,7 +220,7 @@ class Organization:
                 actor_id=actor_id,
                 planner_id=planner_id,
                 workspace_policy=workspace_policy,
-                maximum_seconds=int(longest.total_seconds()),
+                maximum_seconds=seconds,
                 now=self.db.now(),
             )
 
@@ -265,7 +270,8 @@ class Organization:
         Raises AlreadyHeld (``actor_lease_held``, ``execution_attempt_held``) before anything is touched;
         AuthorityLost (``execution_attempt_lost``, ``actor_lease_lost``, ``lease_lost``) when its authority was lost,
         and then nothing of the run is recorded;
-        PolicyRefusal, IllegalMove, Refusal (``assignment_missing``). An interruption is recorded, then raised.
+        PolicyRefusal (also ``parked``), IllegalMove, Refusal (``assignment_missing``). An interruption is recorded,
+        then raised.
         """
         assignment = outcomes.get_assignment(self.db.connection, assignment_id)
         with self._host.hosting(assignment.actor_id, self.settings.authority.lease_ttl) as lease:
@@ -286,6 +292,7 @@ class Organization:
         workspace.check_root(self.root)
         actor = self._authorize(assignment.actor_id, "execute")
         settings = self.settings.providers[actor.provider]
+        runs.require_unparked_takeover(self.db.connection, assignment, self.settings.authority, now=self.db.now())
         return settings.model_copy(
             update={"timeout_seconds": min(settings.timeout_seconds, assignment.maximum_seconds)}
         )

@@ -34,8 +34,6 @@ from sovereign_agent.records import (
     new_id,
 )
 
-YEAR_SECONDS = 31_536_000
-
 # --- outcomes ---------------------------------------------------------------------------------------------
 
 
@@ -228,16 +226,7 @@ def create_assignment(
     maximum_seconds: int,
     now: datetime,
 ) -> Assignment:
-    """Give a statement of work to an actor: a first time, or again after it failed, blocked or was rejected.
-
-    Raises IllegalMove: ``out_of_bounds`` for a run of less than a second or more than a year.
-    """
-    if not 1 <= maximum_seconds <= YEAR_SECONDS:
-        raise IllegalMove(
-            f"{sow_id} was not assigned.",
-            category="out_of_bounds",
-            why=f"A run may last 1 to {YEAR_SECONDS:,} seconds, and not {maximum_seconds:,}.",
-        )
+    """Give a statement of work to an actor: a first time, or again after it failed, blocked or was rejected."""
     move_sow(connection, sow_id, ASSIGNABLE_SOW_STATES, SowState.ASSIGNED, actor=planner_id, now=now)
     inserted = connection.execute(
         """

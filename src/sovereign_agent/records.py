@@ -64,7 +64,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
 
 def _object(stored: str) -> dict[str, Any]:
     """What a JSON column holds. One that a hand has spoiled is told as it stands, and stops nobody."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         if isinstance(value := json.loads(stored), dict):
             return cast("dict[str, Any]", value)
     return {"unreadable": stored}

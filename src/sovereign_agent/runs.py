@@ -339,6 +339,25 @@ def require_unparked(connection: Connection, sow_id: str, authority: AuthoritySe
         )
 
 
+def require_unparked_takeover(
+    connection: Connection, assignment: Assignment, authority: AuthoritySettings, *, now: datetime
+) -> None:
+    """Refuse to take a run over whose loss is the last that its work may cost. Raises PolicyRefusal (``parked``).
+
+    It stays as it is, so that a supervisor ends it, and parks the work.
+    """
+    held = fencing.active_attempt(connection, assignment.id)
+    losses = len(journal.losses_since_ruling(connection, assignment.sow_id)) + 1
+    if held and held.expires_at <= now and losses >= authority.losses_before_parking:
+        raise PolicyRefusal(
+            f"{assignment.id} was not taken over.",
+            category="parked",
+            why=f"With attempt {held.id}, {losses} workers were lost over {assignment.sow_id}. Another would be, too.",
+            inspect=f"sovereign-agent inspect {assignment.id}",
+            next_command="sovereign-agent supervisor --once, which ends it and parks the work until a ruling",
+        )
+
+
 def note_stop_request(db: Database, attempt: ExecutionAttempt, why: str) -> None:
     """Leave a trace that somebody asked this worker to stop, should it be killed before it can end its run."""
     with db.immediate() as connection:

@@ -48,8 +48,8 @@ def assign(
         ),
     ] = "temporary_directory",
     maximum: Annotated[
-        float | None,
-        typer.Option("--maximum", metavar="SECONDS", help="The longest that a run of it may last."),
+        int | None,
+        typer.Option("--maximum", metavar="SECONDS", min=1, help="The longest that a run of it may last."),
     ] = None,
     root: Root = HERE,
     json: Json = False,
