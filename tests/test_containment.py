@@ -31,7 +31,7 @@ from test_providers import COMPLETED, GOOD, envelope, verdict
 
 from sovereign_agent.configuration import CommandSettings
 from sovereign_agent.errors import ProviderFault
-from sovereign_agent.providers import guardian, process
+from sovereign_agent.providers import account, guardian, process
 from sovereign_agent.providers.base import Proposal
 from sovereign_agent.providers.command import CommandProvider
 from sovereign_agent.providers.process import Ending, Leash
@@ -342,7 +342,17 @@ def test_hazard_12_more_descendants_than_the_guardian_can_hold_are_brought_down(
 
 def _swarm(pipe: Any, root: str, files: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    below = ("sh", "-c", 'setsid "$@" & wait', "sh", sys.executable, "-c", SWARM, "100")  # no child of the guardian
+    below = (
+        "sh",
+        "-c",
+        'setsid "$@" & wait',
+        "sh",
+        sys.executable,
+        "-c",
+        SWARM,
+        "100",
+        root,
+    )  # none a child of the guardian
     ending = start(allocate(root, "run-1"), *below, reader=Lines("swarming"))
     pipe.send((ending.ended_by, ending.survivors))
 
@@ -351,7 +361,7 @@ def _swarm(pipe: Any, root: str, files: int) -> None:
 def test_hazard_12_a_swarm_is_brought_down_with_few_files_at_hand(tmp_path: Path) -> None:
     with child(_swarm, str(tmp_path), 64) as (_, said):
         assert heard(said) == ("after_result", ())
-    assert not [each for each in psutil.process_iter(["cmdline"]) if SWARM in (each.info["cmdline"] or [])]
+    assert not [each for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in (each.info["cmdline"] or [])]
 
 
 @linux
@@ -751,6 +761,7 @@ def test_a_link_in_place_of_the_output_is_not_handed_over(open_root: Path, tmp_p
     run = allocate(open_root, "run-1")
     run.out.rmdir()
     run.out.symlink_to(tmp_path)
+    assert verdict(as_user("nobody", run, "true")) == ("failed", "boundary_violated")
     with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
-        as_user("nobody", run, "true")
+        account.hand_over(run, account.find("nobody"))  # should it be put there after the look
     assert tmp_path.stat().st_uid == 0
