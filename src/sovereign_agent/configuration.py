@@ -180,7 +180,7 @@ class _ProgramSettings(_Table):
     environment: Annotated[tuple[VariableName, ...], Field(strict=False)] = ()
     timeout_seconds: Seconds = 600.0
     grace_seconds: Seconds = 5.0
-    quiet_seconds: Seconds = 300.0
+    quiet_seconds: Annotated[float, Field(ge=1, le=31_536_000, allow_inf_nan=False)] = 300.0
     run_as: Annotated[str, StringConstraints(pattern=r"\A([a-z_][a-z0-9_.-]*(:[a-z_][a-z0-9_.-]*)?)?\z")] = ""
 
 

@@ -390,12 +390,14 @@ def end_attempt(
     receipt: Receipt,
     *,
     becomes: AssignmentState | None = None,
+    by: str = "",
     now: datetime,
 ) -> bool:
     """End an attempt and write all that follows: fence, states, receipt and events, together.
 
     False, and nothing changed, when the attempt is no longer the current one: somebody else ended it first.
-    `becomes` overrides the state that the receipt's status stands for (a canceled run's).
+    `becomes` overrides the state that the receipt's status stands for (a canceled run's). `by` is the actor who ended
+    it; nobody, when its time did.
     """
     assignment_state, sow_state = AFTER_RECEIPT[receipt.status]
     sow_id = release_execution_attempt(
@@ -404,8 +406,8 @@ def end_attempt(
     if not sow_id:
         return False
     recovered = ["assignment.recovered"] * (status is AttemptStatus.RECOVERED)
-    journal.record_end(connection, attempt, receipt, now, "assignment.finished", *recovered)
-    outcomes.move_sow(connection, sow_id, (SowState.RUNNING,), sow_state, actor=attempt.actor_id, now=now)
+    journal.record_end(connection, attempt, receipt, now, "assignment.finished", *recovered, by=by)
+    outcomes.move_sow(connection, sow_id, (SowState.RUNNING,), sow_state, actor=by, now=now)
     return True
 
 
@@ -419,7 +421,7 @@ def finish_own_attempt(connection: Connection, attempt: ExecutionAttempt, receip
     lease = connection.execute(
         "SELECT fencing_token FROM actor_leases WHERE actor_id = ? <for share>", (attempt.actor_id,)
     ).fetchone()
-    if not end_attempt(connection, attempt, AttemptStatus.DONE, receipt, now=now):
+    if not end_attempt(connection, attempt, AttemptStatus.DONE, receipt, by=attempt.actor_id, now=now):
         raise execution_attempt_lost(attempt.assignment_id, attempt.id)
     if lease is None or lease["fencing_token"] != attempt.actor_lease_fencing_token:
         raise actor_lease_lost(attempt.actor_id, attempt.actor_lease_fencing_token)

@@ -71,8 +71,10 @@ def write_receipt(connection: Connection, receipt: Receipt, *, at: datetime) -> 
     )
 
 
-def record_end(connection: Connection, attempt: ExecutionAttempt, receipt: Receipt, at: datetime, *kinds: str) -> None:
-    """Append an attempt's receipt, and the events of each of `kinds` that name it."""
+def record_end(
+    connection: Connection, attempt: ExecutionAttempt, receipt: Receipt, at: datetime, *kinds: str, by: str = ""
+) -> None:
+    """Append an attempt's receipt, and the events of each of `kinds` that name it. `by` is the actor who ended it."""
     write_receipt(connection, receipt, at=at)
     detail = {
         "attempt_id": attempt.id,
@@ -81,7 +83,7 @@ def record_end(connection: Connection, attempt: ExecutionAttempt, receipt: Recei
         "failure_category": receipt.failure_category,
     }
     for kind in kinds:
-        record(connection, kind, attempt.assignment_id, actor=attempt.actor_id, at=at, detail=detail)
+        record(connection, kind, attempt.assignment_id, actor=by, at=at, detail=detail)
 
 
 def lost_receipt(attempt: ExecutionAttempt, evidence: Mapping[str, Any] = NO_EVIDENCE) -> Receipt:

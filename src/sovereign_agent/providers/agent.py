@@ -77,7 +77,8 @@ class AgentProvider:
 
     def run(self, envelope: Envelope, workspace: Workspace, leash: Leash) -> Proposal:
         """Run to the end and propose; see `Provider.run`."""
-        stream = Stream(self.dialect.read, leash, self.settings.quiet_seconds)
+        stream = Stream(self.dialect.read, leash)
+        leash.tolerance_seconds = self.settings.quiet_seconds
         variables = process.variables(self.settings.environment) | told(envelope, workspace)
         try:
             stdin = self._hand_over(prompt(envelope), workspace)

@@ -25,6 +25,7 @@ class CommandProvider:
 
     def run(self, envelope: Envelope, workspace: Workspace, leash: Leash) -> Proposal:
         """Run to the end and propose; see `Provider.run`."""
+        leash.tolerance_seconds = self.settings.quiet_seconds
         try:
             ending = process.run(
                 self.settings.argv,
