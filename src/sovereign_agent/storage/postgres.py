@@ -253,6 +253,7 @@ def _conninfo(url: str, patience: timedelta, *, read_only: bool) -> dict[str, An
         "keepalives_idle": "10",
         "keepalives_interval": "5",
         "keepalives_count": "3",
+        "tcp_user_timeout": "30000",  # what was sent and not answered for so long (ms) means that nobody is there
     }
     return defaults | given | {"options": f"{given.get('options') or ''} {ours}".strip()}
 
