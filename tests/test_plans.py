@@ -98,7 +98,7 @@ def walks_through_history(db: Database, sql: str, params: tuple[Value, ...]) -> 
     ]
 
 
-def test_no_hot_statement_walks_through_history(old_ledger: Database, clock: ManualClock) -> None:
+def test_hazard_56_no_hot_statement_walks_through_history(old_ledger: Database, clock: ManualClock) -> None:
     db = old_ledger
     attempt, doomed = run_of(db, clock), run_of(db, clock)
     lease = fencing.current_actor_lease(db, ACTOR)
