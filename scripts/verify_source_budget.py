@@ -1,8 +1,8 @@
 """Hold the package to its budget: 40 modules, 6,000 code lines and 30 root exports, and no file over 400 code lines.
 
 A code line carries at least one token that is neither a comment nor part of a docstring, and is not blank, so
-explaining more never costs budget. The first three limits leave out the wings, which a reader may skip; the limit
-for one file does not.
+explaining more never costs budget. A file without such a line is no module: there is nothing in it to understand. The
+first three limits leave out the wings, which a reader may skip; the limit for one file does not.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> int:
 def measure(package: Path) -> list[Line]:
     """The three totals without the wings, the largest file of all, and each further file that is too large."""
     sizes = {path.relative_to(package): code_lines(path) for path in sorted(package.rglob("*.py"))}
-    counted = [size for path, size in sizes.items() if path.parts[0] not in WINGS]
+    counted = [size for path, size in sizes.items() if size and path.parts[0] not in WINGS]
     largest = max(sizes, key=lambda path: sizes[path])
     shown = {largest} | {path for path, size in sizes.items() if size > MAX_FILE_CODE_LINES}
     return [

@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -274,6 +275,11 @@ def test_hazard_07_of_four_endings_of_a_turn_one_completes(code, ok, played):
     assert ok or "the words" in proposal.summary
 
 
+@pytest.mark.parametrize(("then", "expected"), [(GOOD["codex"][1:2], "missing_terminal"), (GOOD["codex"][1:], "")])
+def test_hazard_07_a_turn_that_begins_after_one_that_ended_has_to_end_too(then, expected, played):
+    assert played("codex", *WORK, out(good("codex") + lines(*then))).failure_category == expected
+
+
 @each_kind
 @pytest.mark.parametrize(
     "made", [[], [{"write": ".sovereign-out/tea.txt", "text": ""}], [{"write": "tea.txt", "text": "tea"}]], ids=range(3)
@@ -472,6 +478,24 @@ def test_a_program_of_another_user_can_read_its_task_and_hand_in(kind, monkeypat
         assert (run.path / "digest").owner() == "nobody"
 
 
+@pytest.mark.skipif(os.geteuid() != 0 or not OPEN_PYTHON, reason="takes root, and a Python that everybody can run")
+def test_hazard_81_a_program_of_another_user_cannot_send_what_its_worker_writes_elsewhere(monkeypatch):
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        fakes = Fakes(Path(place) / "bin", OPEN_PYTHON)
+        monkeypatch.setenv("PATH", f"{fakes.folder}:/usr/bin:/bin")
+        closed = Path(place) / "closed"
+        closed.mkdir(0o700)
+        swap = {"replace": "provider-raw", "by_link_to": str(closed)}
+        fakes.install("claude", *WORK, out(good("claude")), help=[swap, {"out_text": _help("claude")}])
+        (fakes.folder / "claude.calls").touch()
+        (fakes.folder / "claude.calls").chmod(0o666)
+        run = allocate(place, "run-1")
+        assert verdict(perform("claude", run, run_as="nobody")) == ("failed", "boundary_violated")
+        assert run.raw.is_symlink()
+        assert list(closed.iterdir()) == []
+
+
 # what it can do
 
 
@@ -630,6 +654,30 @@ def test_a_cache_that_is_not_as_we_left_it_is_made_again(content, fakes, tmp_pat
     for number in (1, 2):
         assert verdict(perform("claude", allocate(tmp_path, f"run-{number}"))) == COMPLETED
     assert len(fakes.calls("claude")) == 2 + 2
+
+
+@pytest.mark.parametrize("plant", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")], ids=range(3))
+def test_hazard_83_a_cache_that_is_no_plain_file_holds_nobody_up(plant, fakes, tmp_path):
+    fakes.install("claude", *WORK, out(good("claude")))
+    plant(allocate(tmp_path, "run-0").path.parents[1] / "probes.json")
+    ended: list[Proposal] = []
+    run = allocate(tmp_path, "run-1")
+    thread = threading.Thread(target=lambda: ended.append(perform("claude", run)), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert [verdict(each) for each in ended] == [COMPLETED]
+
+
+def test_what_was_asked_is_kept_for_the_program_that_was_asked(fakes, tmp_path, monkeypatch):
+    fakes.install("claude", *WORK, out(good("claude")))
+    (tmp_path / "claude").write_text("#!/bin/sh\n")  # found from the worker's folder, not from the run's
+    (tmp_path / "claude").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f".:{os.environ['PATH']}")
+    assert verdict(perform("claude", allocate(tmp_path, "run-1"))) == COMPLETED
+    fakes.install("claude", *WORK, out(good("claude")), help=[{"out_text": "Usage: claude, without options"}])
+    os.utime(fakes.folder / "claude", ns=(1, 1))
+    assert verdict(perform("claude", allocate(tmp_path, "run-2"))) == ("failed", "capability_refusal")
 
 
 def test_a_cache_that_cannot_be_written_costs_only_the_asking(fakes, tmp_path):

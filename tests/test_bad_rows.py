@@ -103,7 +103,9 @@ def test_a_hundred_impossible_claims_do_not_hide_the_good_ones_behind_them(org: 
     assert relay.sweep_expired_claims(org.db, clock) == [good.id]
 
 
-@pytest.mark.parametrize("process", ["{", "[1]", '{"pid": "x"}', '{"host": 7, "pid": -1, "started": null}'])
+@pytest.mark.parametrize(
+    "process", ["{", "[1]", '{"pid": "x"}', '{"host": 7, "pid": -1, "started": null}', "[" * 100_000], ids=range(5)
+)
 def test_a_lost_worker_whose_evidence_cannot_be_read_is_recovered_like_any_other(
     org: Organization, process: str
 ) -> None:
@@ -124,12 +126,13 @@ def test_a_running_assignment_without_its_attempt_is_named(org: Organization) ->
     assert any(stuck in problem for problem in report.problems)
 
 
+@pytest.mark.parametrize("checks", ["{", "[" * 100_000], ids=range(2))
 def test_an_outcome_whose_checks_cannot_be_read_stops_neither_a_look_nor_its_work_but_is_not_accepted(
-    org: Organization, monkeypatch: pytest.MonkeyPatch
+    org: Organization, monkeypatch: pytest.MonkeyPatch, checks: str
 ) -> None:
     monkeypatch.setattr(organization, "invoke_actor", works)
     outcome, sow, assignment = governed_work(org)
-    org.db.connection.execute("UPDATE outcomes SET checks = '{' WHERE id = ?", (outcome.id,))
+    org.db.connection.execute("UPDATE outcomes SET checks = ? WHERE id = ?", (checks, outcome.id))
     assert outcome.title in org.status_text()
     assert org.run_assignment(assignment.id).status == "completed"
     org.verify_sow(sow.id, "verifier-course")

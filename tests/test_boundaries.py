@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import at_one_barrier, configure, governed_work
+from support import at_one_barrier, configure, eventually, governed_work
 
 from sovereign_agent import journal, organization, workspace
 from sovereign_agent.boundary import SHOWN, Boundary
@@ -161,8 +161,11 @@ def test_hazard_84_deliverables_that_are_one_on_another_disk_make_no_valid_repor
 
 
 def test_hazard_84_violations_are_bounded_and_can_be_stored_whatever_their_names(root: Path, run: Workspace) -> None:
-    while (root / "outside").touch() or (root / "outside").stat().st_ctime_ns <= run.path.stat().st_ctime_ns:
-        pass  # the file system's clock stands still for some milliseconds, and no program starts within them
+    def file_system_is_later() -> bool:
+        (run.path / "now").touch()
+        return (run.path / "now").stat().st_mtime_ns > root.stat().st_mtime_ns
+
+    eventually(file_system_is_later)  # its clock ticks some hundred times a second, and no program starts that fast
     for number in range(50):
         (root / os.fsdecode(b"\xff\n%d" % number)).touch()
     assert run.boundary

@@ -130,7 +130,7 @@ def test_what_the_default_file_shows_in_comments_loads_too(tmp_path: Path, table
         ("timeout_seconds = 1.5", 'timeout_seconds = "1"', "providers.mine.timeout_seconds", "number"),
         ("timeout_seconds = 1.5", "timeuot_seconds = 1.5", "providers.mine.timeuot_seconds", "no such key"),
         ('argv = ["python3", "worker.py"]', "argv = []", "providers.mine.argv", "at least 1"),
-        ('argv = ["python3", "worker.py"]', 'argv = "python3"', "providers.mine.argv", "tuple"),
+        ('argv = ["python3", "worker.py"]', 'argv = "python3"', "providers.mine.argv", "not a list"),
         ('"worker.py"]', '"a\\u0000b"]', "providers.mine.argv.1", "NUL"),
         ('environment = ["MY_KEY"]', 'environment = ["A=B"]', "providers.mine.environment.0", "form"),
         ('kind = "command"', 'kind = "magic"', "providers.mine", "kind"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from test_providers import COMPLETED, GOOD, envelope, verdict
 
 from sovereign_agent.configuration import CommandSettings
 from sovereign_agent.errors import ProviderFault
-from sovereign_agent.providers import guardian, process
+from sovereign_agent.providers import account, guardian, process
 from sovereign_agent.providers.base import Proposal
 from sovereign_agent.providers.command import CommandProvider
 from sovereign_agent.providers.process import Ending, Leash
@@ -103,6 +105,16 @@ def dead(processes: list[psutil.Process]) -> bool:
             return True
 
     return all(is_dead(each) for each in processes)
+
+
+def at_last(act: Callable[..., Ending], *args: Any, **options: Any) -> Ending:
+    """What it answers, in a thread that is left behind if it never does."""
+    answers: list[Ending] = []
+    thread = threading.Thread(target=lambda: answers.append(act(*args, **options)), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert answers, "it hangs"
+    return answers[0]
 
 
 @contextmanager
@@ -328,6 +340,54 @@ def test_hazard_12_more_descendants_than_the_guardian_can_hold_are_brought_down(
     assert not [each for each in psutil.process_iter(["cmdline"]) if SWARM in (each.info["cmdline"] or [])]
 
 
+def _swarm(pipe: Any, root: str, files: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    below = (
+        "sh",
+        "-c",
+        'setsid "$@" & wait',
+        "sh",
+        sys.executable,
+        "-c",
+        SWARM,
+        "100",
+        root,
+    )  # none a child of the guardian
+    ending = start(allocate(root, "run-1"), *below, reader=Lines("swarming"))
+    pipe.send((ending.ended_by, ending.survivors))
+
+
+@linux
+def test_hazard_12_a_swarm_is_brought_down_with_few_files_at_hand(tmp_path: Path) -> None:
+    with child(_swarm, str(tmp_path), 64) as (_, said):
+        assert heard(said) == ("after_result", ())
+    assert not [each for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in (each.info["cmdline"] or [])]
+
+
+@linux
+def test_who_cannot_look_sees_nobody_and_does_not_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: str) -> list[str]:
+        raise OSError(errno.ENFILE, "no file to spare")
+
+    with subprocess.Popen(("sleep", "60")) as sleeper:
+        assert sleeper.pid in guardian.descendants()
+        monkeypatch.setattr(os, "listdir", fails)
+        assert guardian.descendants() == {}
+        sleeper.kill()
+
+
+def _start_without_standard_files(pipe: Any, root: str) -> None:
+    for standard in (0, 1, 2):
+        os.close(standard)
+    ending = start(allocate(root, "run-1"), "sh", "-c", "cat; echo out; echo err >&2")
+    pipe.send((ending.exit_code, ending.stdout.total, ending.stderr.total))
+
+
+def test_hazard_15_a_worker_without_standard_files_runs_programs_all_the_same(tmp_path: Path) -> None:
+    with child(_start_without_standard_files, str(tmp_path)) as (_, said):
+        assert heard(said) == (0, 4, 4)
+
+
 @linux
 def test_orphans_that_died_are_buried_while_the_program_goes_on(run: Workspace) -> None:
     script = "for i in 1 2 3 4 5; do (setsid true &); done; echo $$ > pids; exec sleep 60"
@@ -389,6 +449,47 @@ def test_the_end_of_a_program_whose_guardian_was_killed_is_never_taken_for_a_goo
     assert (ending.exit_code, ending.signal, ending.ended_by) == (None, None, "itself")
     assert "unknown" in process.seen(ending).get("killed", "")
     assert "unknown" in ending.detail()["survivors"][0]
+
+
+@linux
+def test_a_result_does_not_count_when_the_guardian_was_lost_over_the_end(
+    run: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "AFTER_RESULT_SECONDS", 0.3)
+    ending = start(run, "sh", "-c", "trap 'kill -9 $PPID' TERM; echo done; sleep 60", reader=Lines(), grace_seconds=5)
+    assert (ending.ended_by, ending.verdict_code) == ("itself", None)
+    assert "unknown" in process.seen(ending).get("killed", "")
+    assert "unknown" in ending.survivors[0]
+
+
+@linux
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_program_whose_guardian_is_gone_before_it_has_begun_never_begins(run: Workspace, *, gone: bool) -> None:
+    told = f"['touch', 'started'], {str(run.path)!r}, {{'PATH': {os.defpath!r}}}, []"
+    script = f"import guardian, os; guardian.become({told}, guardian=os.getppid() + {gone:d})"  # another took it over
+    subprocess.run((sys.executable, "-c", script), cwd=Path(guardian.__file__).parent, check=False, timeout=30)
+    assert (run.path / "started").exists() is not gone
+
+
+def test_a_guardian_that_does_not_take_its_first_order_holds_nobody_up(
+    run: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "PATIENCE_SECONDS", 0.5)
+    begin = process._start_guardian
+
+    def begin_deaf(*arguments: Any) -> subprocess.Popen[bytes]:
+        guard = begin(*arguments)
+        guard.send_signal(signal.SIGSTOP)
+        return guard
+
+    monkeypatch.setattr(process, "_start_guardian", begin_deaf)
+    assert at_last(start, run, "true", *["x" * 100_000] * 10).exit_code is None
+
+
+def test_what_was_ended_for_want_of_its_worker_did_not_end_well_whatever_its_exit_code(run: Workspace) -> None:
+    ending = start(run, "true")
+    assert process.seen(ending) == {}
+    assert [*process.seen(replace(ending, ended_by="worker_lost"))] == ["worker_lost"]
 
 
 @linux
@@ -456,6 +557,17 @@ def test_hazard_10_a_program_that_hangs_after_its_result_is_ended_and_its_result
     assert ending.verdict_code == 0
     assert process.seen(ending) == {}
     assert 0.5 <= ending.duration_seconds < 3
+
+
+@pytest.mark.parametrize("limit", [{"idle_seconds": 1.0}, {"timeout_seconds": 1.0}], ids=["silence", "deadline"])
+def test_hazard_10_no_limit_that_is_reached_after_the_result_takes_it_back(
+    run: Workspace, limit: dict[str, float]
+) -> None:
+    ending = start(run, "sh", "-c", "echo done; sleep 60", reader=Lines(), **limit)
+    assert (ending.ended_by, process.seen(ending)) == ("after_result", {})
+    assert ending.duration_seconds < 3
+    taken = start(run, "sh", "-c", "echo done; sleep 60", reader=Lines(), leash=Leash(1.0), name="again-")
+    assert [*process.seen(taken)] == ["lease_lost"]
 
 
 @pytest.mark.parametrize("code", [0, 137])
@@ -649,6 +761,7 @@ def test_a_link_in_place_of_the_output_is_not_handed_over(open_root: Path, tmp_p
     run = allocate(open_root, "run-1")
     run.out.rmdir()
     run.out.symlink_to(tmp_path)
+    assert verdict(as_user("nobody", run, "true")) == ("failed", "boundary_violated")
     with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
-        as_user("nobody", run, "true")
+        account.hand_over(run, account.find("nobody"))  # should it be put there after the look
     assert tmp_path.stat().st_uid == 0

@@ -694,7 +694,7 @@ def release(db: Database, lease: ActorLease) -> None:
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_a_former_life_of_the_same_worker_changes_nothing_after_the_takeover(
+def test_hazard_43_a_former_life_of_the_same_worker_changes_nothing_after_the_takeover(
     db: Database, clock: ManualClock, act: str
 ) -> None:
     assignment = new_assignment(db, ACTOR, clock=clock)

@@ -653,6 +653,24 @@ def test_a_program_that_outlasts_the_declared_maximum_fails_by_timeout(org: Orga
     assert org.run_assignment(assignment.id).failure_category == "timeout"
 
 
+@pytest.mark.parametrize(
+    ("maximum", "taken"),
+    [
+        (timedelta(seconds=1), True),
+        (timedelta(days=365), True),
+        (timedelta(0), False),
+        (timedelta(seconds=0.5), False),
+        (timedelta(seconds=-5), False),
+        (timedelta.max, False),
+    ],
+)
+def test_a_maximum_that_no_run_can_have_is_refused(org: Organization, maximum: timedelta, *, taken: bool) -> None:
+    _, sow, first = governed_work(org)
+    org.cancel(first.id, PRINCIPAL)
+    expected = "done" if taken else "invalid_number"
+    assert answer(org.assign, sow.id, OPERATOR, MASTER, maximum=maximum) == expected
+
+
 @pytest.mark.parametrize(("renew", "taken"), [(20.0, True), (20.1, False)])
 def test_an_interval_of_more_than_a_third_of_the_ttl_is_refused_when_the_file_is_read(
     tmp_path: Path, renew: float, *, taken: bool
@@ -798,6 +816,22 @@ def test_hazard_50_work_that_loses_its_workers_is_parked_until_a_ruling_with_the
     third = lose_and_assign_again(outcomes.assignments_of(org.db.connection, sow.id)[-1])
     monkeypatch.setattr(organization, "invoke_actor", works)
     assert org.run_assignment(third.id).status == "completed"
+
+
+def test_hazard_50_work_that_loses_every_worker_that_takes_it_over_is_parked_too(
+    org: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(org, lambda document: document["authority"].update(losses_before_parking=2))
+    _, sow, assignment = governed_work(org)
+    lose(org, assignment)
+    lose(org, assignment)  # this one took the run over
+    monkeypatch.setattr(organization, "invoke_actor", works)
+    assert answer(org.run_assignment, assignment.id) == "parked"
+    assert tick(org).recovered_assignments == (assignment.id,)
+    assert [event.kind for event in journal.events_of(org.db.connection, sow.id)].count("sow.parked") == 1
+    configure(org, lambda document: document["authority"].update(losses_before_parking=3))
+    again = org.assign(sow.id, OPERATOR, MASTER)
+    assert org.run_assignment(again.id).status == "completed"
 
 
 def test_failures_of_other_kinds_and_the_losses_of_other_work_park_nothing(

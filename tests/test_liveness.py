@@ -281,7 +281,7 @@ def test_a_process_is_seen_alive_stopped_continued_and_gone_also_before_anybody_
     assert look(described).seen is Sight.GONE
 
 
-def test_another_process_under_the_same_pid_is_not_taken_for_it(worker) -> None:
+def test_hazard_55_another_process_under_the_same_pid_is_not_taken_for_it(worker) -> None:
     _, described = worker
     assert look({**described, "started": described["started"] - 60}).seen is Sight.GONE
 

@@ -116,7 +116,7 @@ def walking(db: Database, acts: dict[str, Callable[[], Any]]) -> dict[str, list[
     }
 
 
-def test_no_hot_statement_walks_through_history(old_ledger: Database, clock: ManualClock) -> None:
+def test_hazard_56_no_hot_statement_walks_through_history(old_ledger: Database, clock: ManualClock) -> None:
     db = old_ledger
     attempt, doomed = run_of(db, clock), run_of(db, clock)
     lease = fencing.current_actor_lease(db, ACTOR)

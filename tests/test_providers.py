@@ -34,7 +34,7 @@ from sovereign_agent.providers.base import (
 )
 from sovereign_agent.providers.command import CommandProvider
 from sovereign_agent.providers.process import Leash
-from sovereign_agent.providers.scripted import ScriptedProvider
+from sovereign_agent.providers.scripted import PROGRAM
 from sovereign_agent.records import ReceiptStatus
 from sovereign_agent.workspace import Deliverable, Workspace, allocate
 
@@ -75,7 +75,7 @@ def scripted(run: Workspace, *steps: dict[str, Any], timeout: float = 30) -> Pro
     settings = ScriptedSettings(
         kind="scripted", steps=tuple(Step.model_validate(step) for step in steps), timeout_seconds=timeout
     )
-    return ScriptedProvider(settings).run(envelope(), run, Leash())
+    return build(settings).run(envelope(), run, Leash())
 
 
 def verdict(proposal: Proposal) -> tuple[str, str]:
@@ -723,7 +723,9 @@ def test_a_scripted_program_starts_fast(run: Workspace) -> None:
 
 def test_a_provider_is_built_from_its_settings() -> None:
     assert isinstance(build(CommandSettings(kind="command", argv=("true",))), CommandProvider)
-    assert isinstance(build(ScriptedSettings(kind="scripted", steps=())), ScriptedProvider)
+    scripted = build(ScriptedSettings(kind="scripted", steps=()))
+    assert isinstance(scripted, CommandProvider)
+    assert scripted.settings.argv[-1] == str(PROGRAM)
 
 
 def test_nothing_of_the_ledger_is_imported() -> None:

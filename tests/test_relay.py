@@ -367,7 +367,7 @@ def test_each_lapse_lets_a_message_rest_longer_behind_the_others(db: Database, c
 
 
 @pytest.mark.parametrize("swept", [True, False], ids=["with sweeps", "without sweeps"])
-def test_eight_messages_that_always_lapse_do_not_keep_a_thousand_from_being_claimed(
+def test_hazard_57_eight_messages_that_always_lapse_do_not_keep_a_thousand_from_being_claimed(
     db: Database, clock: ManualClock, *, swept: bool
 ) -> None:
     poison = {sent(db, clock).id for _ in range(8)}

@@ -76,10 +76,17 @@ def test_wings_are_left_out_of_the_totals_but_not_of_the_limit_for_one_file(pack
 
 def test_the_forty_first_module_is_too_many(package):
     for number in range(39):
-        put(package, f"src/sovereign_agent/room{number}.py", "")
+        put(package, f"src/sovereign_agent/room{number}.py", "a = 1\n")
     passes("verify_source_budget.py", package)
-    put(package, "src/sovereign_agent/storage/__init__.py", "")
+    put(package, "src/sovereign_agent/storage/__init__.py", "a = 1\n")
     assert "OVER" in fails("verify_source_budget.py", package)
+
+
+def test_a_file_that_only_explains_is_no_module(package):
+    put(package, "src/sovereign_agent/storage/__init__.py", '"""What the folder is for."""\n\n# why\n')
+    assert figures(passes("verify_source_budget.py", package))["modules"] == "1"
+    put(package, "src/sovereign_agent/storage/__init__.py", "a = 1\n")
+    assert figures(passes("verify_source_budget.py", package))["modules"] == "2"
 
 
 def test_one_code_line_more_than_six_thousand_is_too_many(package):

@@ -270,7 +270,7 @@ def test_a_sigkilled_worker_leaves_an_honest_ledger(org: Organization) -> None:
     assert fresh_facts(org, assignment) == RUNNING
 
 
-def test_the_first_tick_after_expiry_recovers_a_real_sigkilled_worker(org: Organization) -> None:
+def test_hazard_42_the_first_tick_after_expiry_recovers_a_real_sigkilled_worker(org: Organization) -> None:
     _, _, assignment = governed_work(org)
     killed_while_running(org, assignment)
     attempt = fencing.expired_execution_attempts(org.db, FAR)[0]
@@ -292,7 +292,7 @@ def test_recovery_of_a_sigkilled_worker_is_idempotent(org: Organization) -> None
     assert everything(org) == before
 
 
-def test_recovery_never_guesses_success_from_a_report_on_disk_and_keeps_it(org: Organization) -> None:
+def test_hazard_42_recovery_never_guesses_success_from_a_report_on_disk_and_keeps_it(org: Organization) -> None:
     _, _, assignment = governed_work(org)
     killed_while_running(org, assignment)
     folder = run_folder(org, attempt_of(org, assignment.id))
@@ -343,7 +343,7 @@ def test_workspace_reclaim_comes_after_the_recovery_is_durable(
         pytest.param("fencing:release_lease", COMPLETED, COMPLETED, False, id="before the lease goes back"),
     ],
 )
-def test_a_worker_sigkilled_anywhere_is_recovered_or_was_already_done(
+def test_hazard_42_a_worker_sigkilled_anywhere_is_recovered_or_was_already_done(
     org: Organization, dies_at: str, left: dict[str, Any], first_tick: dict[str, Any], *, recovered: bool
 ) -> None:
     _, _, assignment = governed_work(org)

@@ -212,12 +212,5 @@ def _complain(error: SovereignError, code: int, *, as_json: bool) -> None:
 
     from sovereign_agent.commands.printing import entry, to_json
 
-    document = {
-        "category": error.category,
-        "happened": error.happened,
-        "why": error.why,
-        "inspect": error.inspect,
-        "next_command": error.next_command,
-        "exit_code": code,
-    }
-    typer.echo(to_json({"error": document}) if as_json else entry(error.happened, error.answers()), err=True)
+    document = {"error": {**error.document(), "exit_code": code}}
+    typer.echo(to_json(document) if as_json else entry(error.happened, error.answers()), err=True)

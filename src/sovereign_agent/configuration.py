@@ -15,8 +15,8 @@ import re
 import secrets
 import sys
 import tomllib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -180,7 +180,7 @@ class _ProgramSettings(_Table):
     environment: Annotated[tuple[VariableName, ...], Field(strict=False)] = ()
     timeout_seconds: Seconds = 600.0
     grace_seconds: Seconds = 5.0
-    quiet_seconds: Seconds = 300.0
+    quiet_seconds: Annotated[float, Field(ge=1, le=31_536_000, allow_inf_nan=False)] = 300.0
     run_as: Annotated[str, StringConstraints(pattern=r"\A([a-z_][a-z0-9_.-]*(:[a-z_][a-z0-9_.-]*)?)?\z")] = ""
 
 
@@ -266,11 +266,8 @@ def set_actor_provider(root: Path | str, actor_id: str, provider: str) -> None:
     except (TOMLKitError, ValueError) as error:
         raise _fault(path, text, ("actors", actor_id, "provider"), str(error), "edit the file by hand") from error
     _judged(path, edited)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with held_open(path.parent, os.O_RDONLY | os.O_DIRECTORY) as folder:
         replace_file(folder, path.name, edited.encode(), mode=path.stat().st_mode & 0o777)
-    finally:
-        os.close(folder)
 
 
 def check_default(root: Path, ledger_url: str) -> str:
@@ -315,6 +312,16 @@ def resolve_reference(reference: str, root: Path) -> Any:
         ) from error
 
 
+@contextmanager
+def held_open(path: Path | str, flags: int, inside: int | None = None) -> Generator[int]:
+    """A descriptor of a file or a folder, `path` seen from the folder `inside`, for as long as it is needed."""
+    descriptor = os.open(path, flags, dir_fd=inside)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def replace_file(folder: int, name: str, content: bytes, *, mode: int = 0o600) -> None:
     """Put `content` under `name` in an open folder, durably, so that a crash leaves the old file or the new one.
 
@@ -343,7 +350,9 @@ def _read(path: Path) -> str:
         mend = "sovereign-agent init --root FOLDER, or correct --root"
         raise _fault(path, "", (), "there is no such file", mend) from None
     except OSError as error:
-        raise _fault(path, "", (), f"it cannot be read ({error.strerror})", "mend its owner or its mode") from error
+        raise _fault(
+            path, "", (), f"it cannot be read ({error.strerror})", "correct --root, or mend its owner or its mode"
+        ) from error
     except UnicodeDecodeError as error:
         raise _fault(path, "", (), f"byte {error.start} is not UTF-8", "save the file as UTF-8") from None
 
@@ -386,6 +395,8 @@ def _in_words(kind: str, message: str) -> tuple[str, str]:
     words = {
         "extra_forbidden": ("no such key is known here", "remove it, or correct its spelling"),
         "missing": ("it is required, and absent", "add it"),
+        "tuple_type": ("it is not a list", 'write one: ["first", "second"]'),
+        "too_short": ("it needs at least 1 entry", "add one"),
         "string_pattern_mismatch": ("it has not the form of such a name", "see the default file for its form"),
         "union_tag_invalid": ("no such kind of provider is known", f"use one of: {KINDS}"),
         "union_tag_not_found": ("it has no kind", f"add kind = ..., one of: {KINDS}"),

@@ -51,12 +51,15 @@ class SovereignError(Exception):
         lines = [("why", self.why), ("look", self.inspect), ("next", self.next_command)]
         return [(label, text) for label, text in lines if text]
 
+    def document(self) -> dict[str, str]:
+        """All that it says, by name, the empty ones too."""
+        return {name: getattr(self, name) for name in ("category", "happened", "why", "inspect", "next_command")}
+
     def __str__(self) -> str:
         return self.happened
 
     def __reduce__(self) -> tuple[Callable[..., SovereignError], tuple[type[SovereignError], dict[str, str]]]:
-        answers = ("happened", "category", "why", "inspect", "next_command")
-        return _rebuild, (type(self), {name: getattr(self, name) for name in answers})
+        return _rebuild, (type(self), self.document())
 
 
 def _rebuild(kind: type[SovereignError], answers: dict[str, str]) -> SovereignError:
@@ -111,6 +114,17 @@ class ConfigurationFault(SovereignError, ValueError):
     """`sovereign.toml` is missing, unreadable or says what cannot be meant."""
 
 
+def wrong_state(happened: str, why: str, record_id: str) -> IllegalMove:
+    """The refusal for an act that a record's state does not allow."""
+    inspect = f"sovereign-agent inspect {record_id}"
+    return IllegalMove(happened, category="illegal_move", why=why, inspect=inspect)
+
+
+def wrong_length(happened: str, limit: int) -> IllegalMove:
+    """The refusal for a text that is empty or too long; `limit` is in characters."""
+    return IllegalMove(happened, category="invalid_text", why=f"It must have 1 to {limit} characters.")
+
+
 def actor_lease_lost(actor_id: str, fencing_token: int) -> AuthorityLost:
     """The refusal for an act under a lease that is not the current one."""
     return AuthorityLost(
@@ -129,7 +143,7 @@ def execution_attempt_lost(assignment_id: str, attempt_id: str) -> AuthorityLost
         category="execution_attempt_lost",
         why="It was recovered, canceled or taken over while its process ran on. Nothing it did was recorded.",
         inspect=f"sovereign-agent inspect {assignment_id}",
-        next_command="assign the work again: sovereign-agent assign",
+        next_command="sovereign-agent assign SOW ACTOR --by ACTOR",
     )
 
 

@@ -251,29 +251,26 @@ def acquire_execution_attempt(
             raise actor_lease_lost(actor_id, actor_lease_fencing_token)
         if held and not EPOCH <= held.expires_at <= now:
             raise _attempt_held(held)
-        attempt = ExecutionAttempt(
-            id=new_id("att"),
-            assignment_id=assignment_id,
-            actor_id=actor_id,
-            process_identity=process_identity,
-            fencing_token=token,
-            actor_lease_fencing_token=actor_lease_fencing_token,
-            status=AttemptStatus.ACTIVE,
-            acquired_at=now,
-            expires_at=now + min(ttl, maximum),
-            deadline=now + maximum,
-            host=host,
-            process=dict(process or {}),
-            progress_at=now,
-        )
+        attempt_id = new_id("att")
         if held:
             _close_attempt(connection, held.id, AttemptStatus.RECOVERED)
             journal.record_end(connection, held, journal.lost_receipt(held), now, "assignment.recovered")
-            outcomes.hand_over_assignment(connection, assignment_id, actor_id, held.id, attempt.id, now=now)
+            outcomes.hand_over_assignment(connection, assignment_id, actor_id, held.id, attempt_id, now=now)
         else:
-            outcomes.start_assignment(connection, assignment_id, actor_id, attempt.id, now=now)
-        _insert_attempt(connection, attempt)
-    return attempt
+            outcomes.start_assignment(connection, assignment_id, actor_id, attempt_id, now=now)
+        ids = (attempt_id, assignment_id, actor_id, process_identity, token, actor_lease_fencing_token)
+        times = (micros(now), micros(now + min(ttl, maximum)), micros(now + maximum))
+        where = (host, journal.to_json(dict(process or {})), micros(now))
+        inserted = connection.execute(
+            """
+            INSERT INTO execution_attempts (id, assignment_id, actor_id, process_identity, fencing_token,
+                                            actor_lease_fencing_token, status, acquired_at, expires_at, deadline,
+                                            host, process, progress_at)
+            VALUES (?, ?, ?, ?, ?, ?, 'ACTIVE', ?, ?, ?, ?, ?, ?) RETURNING *
+            """,
+            (*ids, *times, *where),
+        )
+        return from_row(ExecutionAttempt, inserted.rows[0])
 
 
 def active_attempt(connection: Connection, assignment_id: str) -> ExecutionAttempt | None:
@@ -397,12 +394,14 @@ def end_attempt(
     receipt: Receipt,
     *,
     becomes: AssignmentState | None = None,
+    by: str = "",
     now: datetime,
 ) -> bool:
     """End an attempt and write all that follows: fence, states, receipt and events, together.
 
     False, and nothing changed, when the attempt is no longer the current one: somebody else ended it first.
-    `becomes` overrides the state that the receipt's status stands for (a canceled run's).
+    `becomes` overrides the state that the receipt's status stands for (a canceled run's). `by` is the actor who ended
+    it; nobody, when its time did.
     """
     assignment_state, sow_state = AFTER_RECEIPT[receipt.status]
     sow_id = release_execution_attempt(
@@ -411,8 +410,8 @@ def end_attempt(
     if not sow_id:
         return False
     recovered = ["assignment.recovered"] * (status is AttemptStatus.RECOVERED)
-    journal.record_end(connection, attempt, receipt, now, "assignment.finished", *recovered)
-    outcomes.move_sow(connection, sow_id, (SowState.RUNNING,), sow_state, actor=attempt.actor_id, now=now)
+    journal.record_end(connection, attempt, receipt, now, "assignment.finished", *recovered, by=by)
+    outcomes.move_sow(connection, sow_id, (SowState.RUNNING,), sow_state, actor=by, now=now)
     return True
 
 
@@ -426,7 +425,7 @@ def finish_own_attempt(connection: Connection, attempt: ExecutionAttempt, receip
     lease = connection.execute(
         "SELECT fencing_token FROM actor_leases WHERE actor_id = ? <for share>", (attempt.actor_id,)
     ).fetchone()
-    if not end_attempt(connection, attempt, AttemptStatus.DONE, receipt, now=now):
+    if not end_attempt(connection, attempt, AttemptStatus.DONE, receipt, by=attempt.actor_id, now=now):
         raise execution_attempt_lost(attempt.assignment_id, attempt.id)
     if lease is None or lease["fencing_token"] != attempt.actor_lease_fencing_token:
         raise actor_lease_lost(attempt.actor_id, attempt.actor_lease_fencing_token)
@@ -452,14 +451,6 @@ def expired_attempts(
         (micros(now), limit + len(skipping)),
     )
     return [from_row(ExecutionAttempt, row) for row in rows if row["id"] not in skipping][:limit]
-
-
-def attempts_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[ExecutionAttempt]:
-    """Up to `limit` attempts with ids from `first` on, before `beyond`."""
-    rows = connection.execute(
-        "SELECT * FROM execution_attempts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
-    )
-    return [from_row(ExecutionAttempt, row) for row in rows]
 
 
 def orphans(connection: Connection, *, limit: int = 100) -> list[str]:
@@ -541,21 +532,6 @@ def last_token(connection: Connection) -> int:
 # --- helpers ----------------------------------------------------------------------------------------------
 
 
-def _insert_attempt(connection: Connection, attempt: ExecutionAttempt) -> None:
-    ids = (attempt.id, attempt.assignment_id, attempt.actor_id, attempt.process_identity)
-    where = (attempt.host, journal.to_json(attempt.process), micros(attempt.progress_at))
-    times = (micros(attempt.acquired_at), micros(attempt.expires_at), micros(attempt.deadline))
-    connection.execute(
-        """
-        INSERT INTO execution_attempts (id, assignment_id, actor_id, process_identity, fencing_token,
-                                        actor_lease_fencing_token, status, acquired_at, expires_at, deadline,
-                                        host, process, progress_at)
-        VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-        """,
-        (*ids, attempt.fencing_token, attempt.actor_lease_fencing_token, attempt.status, *times, *where),
-    )
-
-
 def _close_attempt(connection: Connection, attempt_id: str, status: AttemptStatus) -> None:
     closed = connection.execute(
         "UPDATE execution_attempts SET status = ? WHERE id = ? AND status = 'ACTIVE'", (status, attempt_id)
@@ -578,13 +554,13 @@ def _is_current(lease: Row | None, process_identity: str, fencing_token: int, no
 
 
 def _lease_held(connection: Connection, actor_id: str) -> AlreadyHeld:
-    row = connection.execute("SELECT * FROM actor_leases WHERE actor_id = ?", (actor_id,)).fetchone()
-    assert row is not None  # the statement that was refused has locked it
-    held = from_row(ActorLease, row)
+    held = lease_on(connection, actor_id)
+    assert held  # the statement that was refused has locked it
     return AlreadyHeld(
         f"Actor {actor_id} was not leased.",
         category="actor_lease_held",
-        why=f"Process {held.process_identity} hosts it until {held.expires_at}. Wait, or free it if that one is gone.",
+        why=f"Process {held.process_identity} hosts it until {held.expires_at:%F %T} UTC."
+        " Wait, or free it if that one is gone.",
         inspect="sovereign-agent actor list",
         next_command=f"sovereign-agent actor free {actor_id} --by ACTOR",
     )
@@ -594,7 +570,8 @@ def _attempt_held(held: ExecutionAttempt) -> AlreadyHeld:
     return AlreadyHeld(
         f"Assignment {held.assignment_id} was not started.",
         category="execution_attempt_held",
-        why=f"Attempt {held.id} runs it until {held.expires_at} at least. Wait, or revoke it if its process is gone.",
+        why=f"Attempt {held.id} runs it until {held.expires_at:%F %T} UTC at least."
+        " Wait, or revoke it if its process is gone.",
         inspect=f"sovereign-agent inspect {held.assignment_id}",
         next_command=f"sovereign-agent cancel {held.assignment_id} --by ACTOR",
     )

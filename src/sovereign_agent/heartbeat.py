@@ -15,7 +15,7 @@ from typing import Protocol
 
 from sovereign_agent.clock import Clock, micros, moment
 from sovereign_agent.database import Database
-from sovereign_agent.errors import IllegalMove
+from sovereign_agent.errors import wrong_length
 
 MAX_SOURCE_CHARACTERS = 100
 
@@ -51,11 +51,7 @@ class HeartbeatStatus:
 def record_heartbeat(org: Organization, source: str = "cli", *, clock: Clock | None = None) -> None:
     """Append one beat of this process. `source` names what beat: ``cli``, a hook, a timer."""
     if not source or len(source) > MAX_SOURCE_CHARACTERS:
-        raise IllegalMove(
-            "No beat was recorded.",
-            category="invalid_text",
-            why=f"A source has 1 to {MAX_SOURCE_CHARACTERS} characters.",
-        )
+        raise wrong_length("No beat was recorded: its source does not fit.", MAX_SOURCE_CHARACTERS)
     org.db.connection.execute(
         "INSERT INTO heartbeats (at, source, process_identity, host) VALUES (?, ?, ?, ?)",
         (micros(org.db.now(clock)), source, org.process_identity, socket.gethostname()),

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 
+from sovereign_agent import records
 from sovereign_agent.clock import micros
 from sovereign_agent.database import Connection
 from sovereign_agent.errors import IllegalMove
@@ -22,6 +24,19 @@ WORKER_LOST = "worker_lost"
 """The one category of a receipt that another process had to write."""
 
 _encode = json.JSONEncoder(allow_nan=False, sort_keys=True, separators=(",", ":")).encode
+
+Record = records.Outcome | records.Sow | records.Assignment | ExecutionAttempt | Receipt | records.Message
+"""Whatever has an id that a person can type."""
+
+_FOUND_BY: dict[str, tuple[type[Record], str]] = {
+    "out_": (records.Outcome, "SELECT * FROM outcomes WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
+    "sow_": (records.Sow, "SELECT * FROM sows WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
+    "asg_": (records.Assignment, "SELECT * FROM assignments WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
+    "att_": (ExecutionAttempt, "SELECT * FROM execution_attempts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
+    "rcp_": (Receipt, "SELECT * FROM receipts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
+    "msg_": (records.Message, "SELECT * FROM messages WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"),
+}
+
 NO_EVIDENCE = MappingProxyType({"cause": "unknown"})
 
 
@@ -53,28 +68,21 @@ def record(
 
 def write_receipt(connection: Connection, receipt: Receipt, *, at: datetime) -> None:
     """Append the one receipt of an attempt. Raises ConstraintBroken when it already has one."""
+    ids = (receipt.id, receipt.assignment_id, receipt.attempt_id, receipt.actor_id)
     connection.execute(
         """
         INSERT INTO receipts (id, assignment_id, attempt_id, actor_id, status, failure_category,
                               summary, detail, created_at)
         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
         """,
-        (
-            receipt.id,
-            receipt.assignment_id,
-            receipt.attempt_id,
-            receipt.actor_id,
-            receipt.status,
-            receipt.failure_category,
-            receipt.summary,
-            to_json(receipt.detail),
-            micros(at),
-        ),
+        (*ids, receipt.status, receipt.failure_category, receipt.summary, to_json(receipt.detail), micros(at)),
     )
 
 
-def record_end(connection: Connection, attempt: ExecutionAttempt, receipt: Receipt, at: datetime, *kinds: str) -> None:
-    """Append an attempt's receipt, and the events of each of `kinds` that name it."""
+def record_end(
+    connection: Connection, attempt: ExecutionAttempt, receipt: Receipt, at: datetime, *kinds: str, by: str = ""
+) -> None:
+    """Append an attempt's receipt, and the events of each of `kinds` that name it. `by` is the actor who ended it."""
     write_receipt(connection, receipt, at=at)
     detail = {
         "attempt_id": attempt.id,
@@ -83,7 +91,7 @@ def record_end(connection: Connection, attempt: ExecutionAttempt, receipt: Recei
         "failure_category": receipt.failure_category,
     }
     for kind in kinds:
-        record(connection, kind, attempt.assignment_id, actor=attempt.actor_id, at=at, detail=detail)
+        record(connection, kind, attempt.assignment_id, actor=by, at=at, detail=detail)
 
 
 def lost_receipt(attempt: ExecutionAttempt, evidence: Mapping[str, Any] = NO_EVIDENCE) -> Receipt:
@@ -139,12 +147,15 @@ def receipt_of_attempt(connection: Connection, attempt_id: str) -> Receipt | Non
     return from_row(Receipt, row) if row else None
 
 
-def receipts_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Receipt]:
-    """Up to `limit` receipts with ids from `first` on, before `beyond`."""
-    rows = connection.execute(
-        "SELECT * FROM receipts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
-    )
-    return [from_row(Receipt, row) for row in rows]
+def find(connection: Connection, beginning: str, *, limit: int) -> list[Record]:
+    """Up to `limit` records, by id, whose id begins like that; none for what begins like no id.
+
+    Ids are hexadecimal, so no collation of either engine puts one after a "g".
+    """
+    if beginning[:4] not in _FOUND_BY:
+        return []
+    kind, by_id = _FOUND_BY[beginning[:4]]
+    return [from_row(kind, row) for row in connection.execute(by_id, (beginning, beginning + "g", limit))]
 
 
 def events_of(connection: Connection, subject: str, *, limit: int = 200) -> list[Event]:
@@ -161,18 +172,4 @@ def latest_events(connection: Connection, *, limit: int = 20) -> list[Event]:
 
 def receipt_json(receipt: Receipt) -> str:
     """The receipt as it stands on disk beside a run: a copy for people, never read back as truth."""
-    created = receipt.created_at.isoformat() if receipt.created_at else None
-    return json.dumps(
-        {
-            "id": receipt.id,
-            "assignment_id": receipt.assignment_id,
-            "attempt_id": receipt.attempt_id,
-            "actor_id": receipt.actor_id,
-            "status": receipt.status.value,
-            "failure_category": receipt.failure_category,
-            "summary": receipt.summary,
-            "detail": receipt.detail,
-            "created_at": created,
-        },
-        indent=2,
-    )
+    return json.dumps(asdict(receipt), indent=2, default=datetime.isoformat)

@@ -28,7 +28,7 @@ from sovereign_agent import configuration, fencing, journal, outcomes, providers
 from sovereign_agent.clock import Clock
 from sovereign_agent.configuration import Act, ActorSettings, ProviderSettings, Settings, resolve_reference
 from sovereign_agent.database import LEDGER_NAME, Connection, Database
-from sovereign_agent.errors import ConfigurationFault, IllegalMove, PolicyRefusal
+from sovereign_agent.errors import ConfigurationFault, IllegalMove, PolicyRefusal, wrong_length, wrong_state
 from sovereign_agent.liveness import this_process
 from sovereign_agent.providers.base import Envelope, OutcomeBrief, Proposal, SowBrief
 from sovereign_agent.providers.process import Leash
@@ -36,7 +36,6 @@ from sovereign_agent.records import (
     IDLE_SOW_STATES,
     STUCK_SOW_STATES,
     Assignment,
-    AssignmentState,
     ExecutionAttempt,
     Message,
     Outcome,
@@ -51,6 +50,7 @@ from sovereign_agent.records import (
 
 OPEN_OUTCOME = (OutcomeState.ACTIVE, OutcomeState.AT_RISK, OutcomeState.READY)
 TEXT_LIMIT_CHARACTERS = 4000
+LONGEST_RUN_SECONDS = 31_536_000
 
 
 class _LookedEnough(Exception):
@@ -194,13 +194,18 @@ class Organization:
     ) -> Assignment:
         """Give a statement of work to an actor; again, after it failed, blocked or was rejected.
 
-        No run of it lasts longer than `maximum`, by default ``authority.maximum_run_seconds``.
+        No run of it lasts longer than `maximum`, from a second to a year, by default ``authority.maximum_run_seconds``.
 
-        Raises PolicyRefusal (``authority_refusal``, ``unknown_workspace_policy``, ``parked``), IllegalMove.
+        Raises PolicyRefusal (``authority_refusal``, ``unknown_workspace_policy``, ``parked``), IllegalMove (also
+        ``invalid_number``).
         """
         self._authorize(planner_id, "assign")
         actor = self._authorize(actor_id, "execute")
         workspace.check_policy(workspace_policy)
+        seconds = int((self.settings.authority.maximum_run if maximum is None else maximum).total_seconds())
+        if not 1 <= seconds <= LONGEST_RUN_SECONDS:
+            why = f"A run may last from a second to {LONGEST_RUN_SECONDS} seconds."
+            raise IllegalMove(f"{sow_id} was not assigned.", category="invalid_number", why=why)
         with self.db.immediate() as connection:
             sow = outcomes.get_sow(connection, sow_id)
             _require_open(outcomes.lock_outcome(connection, sow.outcome_id))
@@ -215,7 +220,7 @@ class Organization:
                 actor_id=actor_id,
                 planner_id=planner_id,
                 workspace_policy=workspace_policy,
-                maximum_seconds=int((maximum or self.settings.authority.maximum_run).total_seconds()),
+                maximum_seconds=seconds,
                 now=self.db.now(),
             )
 
@@ -265,7 +270,8 @@ class Organization:
         Raises AlreadyHeld (``actor_lease_held``, ``execution_attempt_held``) before anything is touched;
         AuthorityLost (``execution_attempt_lost``, ``actor_lease_lost``, ``lease_lost``) when its authority was lost,
         and then nothing of the run is recorded;
-        PolicyRefusal, IllegalMove, Refusal (``assignment_missing``). An interruption is recorded, then raised.
+        PolicyRefusal (also ``parked``), IllegalMove, Refusal (``assignment_missing``). An interruption is recorded,
+        then raised.
         """
         assignment = outcomes.get_assignment(self.db.connection, assignment_id)
         with self._host.hosting(assignment.actor_id, self.settings.authority.lease_ttl) as lease:
@@ -286,6 +292,7 @@ class Organization:
         workspace.check_root(self.root)
         actor = self._authorize(assignment.actor_id, "execute")
         settings = self.settings.providers[actor.provider]
+        runs.require_unparked_takeover(self.db.connection, assignment, self.settings.authority, now=self.db.now())
         return settings.model_copy(
             update={"timeout_seconds": min(settings.timeout_seconds, assignment.maximum_seconds)}
         )
@@ -310,23 +317,7 @@ class Organization:
         self, connection: Connection, assignment_id: str, kind: str, detail: dict[str, Any], recorded_by: str
     ) -> None:
         """Keep evidence of an effect, in the transaction that makes it. The assignment must be COMPLETED."""
-        assignment = outcomes.get_assignment(connection, assignment_id)
-        if assignment.state is not AssignmentState.COMPLETED:
-            raise IllegalMove(
-                f"No effect of {assignment_id} was recorded.",
-                category="illegal_move",
-                why=f"It is {assignment.state.value}: only completed work has effects.",
-                inspect=f"sovereign-agent inspect {assignment_id}",
-            )
-        outcomes.record_evidence(
-            connection,
-            sow_id=assignment.sow_id,
-            assignment_id=assignment_id,
-            kind=kind,
-            detail=detail,
-            recorded_by=recorded_by,
-            now=self.db.now(),
-        )
+        outcomes.record_evidence(connection, assignment_id, kind, detail, recorded_by, now=self.db.now())
 
     # --- judging ------------------------------------------------------------------------------------------
 
@@ -349,9 +340,7 @@ class Organization:
             if verdict.passed and sow.required_effect_kind and sow.required_effect_kind not in kinds:
                 verdict = verdicts.failed(f"No evidence of the required effect {sow.required_effect_kind!r}.")
             if verdicts.completing_receipt(connection, sow_id).id != receipt.id:
-                raise IllegalMove(
-                    f"{sow_id} was not judged.", category="illegal_move", why="It was done again in the meantime."
-                )
+                raise wrong_state(f"{sow_id} was not judged.", "It was done again in the meantime.", sow_id)
             to = SowState.VERIFIED if verdict.passed else SowState.REJECTED
             outcomes.move_sow(connection, sow_id, (SowState.COMPLETED,), to, actor=verifier_id, now=now)
             outcomes.record_verification(
@@ -534,8 +523,4 @@ def _role(role: Role | str) -> Role:
 def _text(value: str, what: str) -> str:
     if value.strip() and len(value) <= TEXT_LIMIT_CHARACTERS:
         return value
-    raise IllegalMove(
-        f"The {what} cannot be recorded.",
-        category="invalid_text",
-        why=f"It must have 1 to {TEXT_LIMIT_CHARACTERS} characters.",
-    )
+    raise wrong_length(f"The {what} cannot be recorded.", TEXT_LIMIT_CHARACTERS)

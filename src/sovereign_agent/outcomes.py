@@ -15,9 +15,9 @@ from datetime import datetime
 from typing import Any
 
 from sovereign_agent import journal
-from sovereign_agent.clock import micros, moment
+from sovereign_agent.clock import micros
 from sovereign_agent.database import Connection, Row
-from sovereign_agent.errors import IllegalMove, Refusal
+from sovereign_agent.errors import IllegalMove, Refusal, wrong_state
 from sovereign_agent.records import (
     ASSIGNABLE_SOW_STATES,
     TURNING_SOW_STATES,
@@ -48,23 +48,14 @@ def create_outcome(
     now: datetime,
 ) -> Outcome:
     """Insert a DRAFT outcome."""
-    outcome = Outcome(
-        new_id("out"), title, desired_state, tuple(checks), owner, subject, OutcomeState.DRAFT, moment(micros(now))
+    inserted = connection.execute(
+        """
+        INSERT INTO outcomes (id, title, desired_state, checks, owner, subject, state, created_at)
+        VALUES (?, ?, ?, ?, ?, ?, 'DRAFT', ?) RETURNING *
+        """,
+        (new_id("out"), title, desired_state, journal.to_json(list(checks)), owner, subject, micros(now)),
     )
-    connection.execute(
-        "INSERT INTO outcomes (id, title, desired_state, checks, owner, subject, state, created_at)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            outcome.id,
-            title,
-            desired_state,
-            journal.to_json(list(checks)),
-            owner,
-            subject,
-            outcome.state,
-            micros(now),
-        ),
-    )
+    outcome = from_row(Outcome, inserted.rows[0])
     journal.record(connection, "outcome.created", outcome.id, actor=owner, at=now, detail={"title": title})
     return outcome
 
@@ -72,9 +63,7 @@ def create_outcome(
 def get_outcome(connection: Connection, outcome_id: str) -> Outcome:
     """Read one outcome. Raises Refusal (``outcome_missing``)."""
     row = connection.execute("SELECT * FROM outcomes WHERE id = ?", (outcome_id,)).fetchone()
-    if row is None:
-        raise missing("outcome", outcome_id)
-    return _outcome(row)
+    return from_row(Outcome, there(row, "outcome", outcome_id))
 
 
 def open_outcomes(connection: Connection, *, limit: int = 100) -> list[Outcome]:
@@ -82,7 +71,7 @@ def open_outcomes(connection: Connection, *, limit: int = 100) -> list[Outcome]:
     rows = connection.execute(
         "SELECT * FROM outcomes WHERE state NOT IN ('ACCEPTED', 'CANCELED') ORDER BY created_at, id LIMIT ?", (limit,)
     )
-    return [_outcome(row) for row in rows]
+    return [from_row(Outcome, row) for row in rows]
 
 
 def activate_outcome(connection: Connection, outcome_id: str, *, actor: str, now: datetime) -> None:
@@ -96,9 +85,7 @@ def activate_outcome(connection: Connection, outcome_id: str, *, actor: str, now
 def lock_outcome(connection: Connection, outcome_id: str) -> Outcome:
     """Read one outcome and keep it from changing until the caller's transaction ends."""
     row = connection.execute("SELECT * FROM outcomes WHERE id = ? <for update>", (outcome_id,)).fetchone()
-    if row is None:
-        raise missing("outcome", outcome_id)
-    return _outcome(row)
+    return from_row(Outcome, there(row, "outcome", outcome_id))
 
 
 def reproject_outcome(connection: Connection, outcome_id: str, *, now: datetime) -> OutcomeState:
@@ -174,14 +161,14 @@ def create_sow(
     now: datetime,
 ) -> Sow:
     """Insert a DRAFT statement of work."""
-    sow = Sow(
-        new_id("sow"), outcome_id, scope, role, created_by, required_effect_kind, SowState.DRAFT, moment(micros(now))
+    inserted = connection.execute(
+        """
+        INSERT INTO sows (id, outcome_id, scope, role, created_by, required_effect_kind, state, created_at)
+        VALUES (?, ?, ?, ?, ?, ?, 'DRAFT', ?) RETURNING *
+        """,
+        (new_id("sow"), outcome_id, scope, role, created_by, required_effect_kind, micros(now)),
     )
-    connection.execute(
-        "INSERT INTO sows (id, outcome_id, scope, role, created_by, required_effect_kind, state, created_at)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (sow.id, outcome_id, scope, role, created_by, required_effect_kind, sow.state, micros(now)),
-    )
+    sow = from_row(Sow, inserted.rows[0])
     journal.record(connection, "sow.created", sow.id, actor=created_by, at=now, detail={"outcome_id": outcome_id})
     return sow
 
@@ -189,9 +176,7 @@ def create_sow(
 def get_sow(connection: Connection, sow_id: str) -> Sow:
     """Read one statement of work. Raises Refusal (``sow_missing``)."""
     row = connection.execute("SELECT * FROM sows WHERE id = ?", (sow_id,)).fetchone()
-    if row is None:
-        raise missing("sow", sow_id)
-    return from_row(Sow, row)
+    return from_row(Sow, there(row, "sow", sow_id))
 
 
 def sows_of(connection: Connection, outcome_id: str) -> list[Sow]:
@@ -258,9 +243,7 @@ def create_assignment(
 def get_assignment(connection: Connection, assignment_id: str) -> Assignment:
     """Read one assignment. Raises Refusal (``assignment_missing``)."""
     row = connection.execute("SELECT * FROM assignments WHERE id = ?", (assignment_id,)).fetchone()
-    if row is None:
-        raise missing("assignment", assignment_id)
-    return from_row(Assignment, row)
+    return from_row(Assignment, there(row, "assignment", assignment_id))
 
 
 def assignments_of(connection: Connection, sow_id: str) -> list[Assignment]:
@@ -350,19 +333,16 @@ def cancel_created_assignment(connection: Connection, assignment_id: str, *, act
 
 
 def record_evidence(
-    connection: Connection,
-    *,
-    sow_id: str,
-    assignment_id: str,
-    kind: str,
-    detail: dict[str, Any],
-    recorded_by: str,
-    now: datetime,
+    connection: Connection, assignment_id: str, kind: str, detail: dict[str, Any], recorded_by: str, *, now: datetime
 ) -> None:
-    """Keep one piece of evidence of an assignment's work."""
+    """Keep one piece of evidence of an assignment's effect. Raises IllegalMove unless it is COMPLETED."""
+    assignment = get_assignment(connection, assignment_id)
+    if assignment.state is not AssignmentState.COMPLETED:
+        why = f"It is {assignment.state.value}: only completed work has effects."
+        raise wrong_state(f"No effect of {assignment_id} was recorded.", why, assignment_id)
     connection.execute(
         "INSERT INTO evidence (sow_id, assignment_id, kind, detail, recorded_by, created_at) VALUES (?, ?, ?, ?, ?, ?)",
-        (sow_id, assignment_id, kind, journal.to_json(detail), recorded_by, micros(now)),
+        (assignment.sow_id, assignment_id, kind, journal.to_json(detail), recorded_by, micros(now)),
     )
 
 
@@ -378,18 +358,11 @@ def record_verification(
     connection: Connection, *, subject: str, assignment_id: str, verifier: str, verdict: Verdict, now: datetime
 ) -> None:
     """Keep what a verification found about a statement of work, or (with no `assignment_id`) about an outcome."""
+    found = (int(verdict.passed), verdict.reason, journal.to_json(verdict.detail))
     connection.execute(
         "INSERT INTO verifications (subject, assignment_id, verifier_id, passed, reason, detail, created_at)"
         " VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (
-            subject,
-            assignment_id,
-            verifier,
-            int(verdict.passed),
-            verdict.reason,
-            journal.to_json(verdict.detail),
-            micros(now),
-        ),
+        (subject, assignment_id, verifier, *found, micros(now)),
     )
     kind = "verification.passed" if verdict.passed else "verification.failed"
     journal.record(connection, kind, subject, actor=verifier, at=now, detail={"reason": verdict.reason})
@@ -413,15 +386,22 @@ def record_review(
     )
 
 
+def reviews_of(connection: Connection, sow_id: str) -> list[dict[str, Any]]:
+    """The reviews of a statement of work, oldest first: assignment_id, reviewer_id, approved, note."""
+    rows = connection.execute(
+        "SELECT assignment_id, reviewer_id, approved, note FROM reviews WHERE sow_id = ? ORDER BY seq", (sow_id,)
+    )
+    return [{**dict(row), "approved": bool(row["approved"])} for row in rows]
+
+
 def record_ruling(connection: Connection, *, sow_id: str, decision: str, principal: str, now: datetime) -> Ruling:
     """Keep a principal's decision about a statement of work."""
-    ruling = Ruling(new_id("rul"), sow_id, decision, principal, moment(micros(now)))
-    connection.execute(
-        "INSERT INTO rulings (id, sow_id, decision, principal_id, created_at) VALUES (?, ?, ?, ?, ?)",
-        (ruling.id, sow_id, decision, principal, micros(now)),
+    inserted = connection.execute(
+        "INSERT INTO rulings (id, sow_id, decision, principal_id, created_at) VALUES (?, ?, ?, ?, ?) RETURNING *",
+        (new_id("rul"), sow_id, decision, principal, micros(now)),
     )
     journal.record(connection, "ruling.decided", sow_id, actor=principal, at=now, detail={"decision": decision})
-    return ruling
+    return from_row(Ruling, inserted.rows[0])
 
 
 def rulings_of(connection: Connection, sow_id: str) -> list[Ruling]:
@@ -448,16 +428,18 @@ def reviewers_on(connection: Connection, outcome_id: str) -> set[str]:
     return {row[0] for row in rows}
 
 
-# --- rows to records --------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------
 
 
 KINDS = {"out": "an outcome", "sow": "a statement of work", "asg": "an assignment", "att": "an attempt"}
 
 
-def missing(kind: str, record_id: str) -> Refusal:
-    """The refusal for an id that names nothing, or nothing of that kind."""
+def there(row: Row | None, kind: str, record_id: str) -> Row:
+    """The row that was looked for. Raises Refusal for an id that names nothing, or nothing of that kind."""
+    if row is not None:
+        return row
     other = KINDS.get(record_id.partition("_")[0])
-    return Refusal(
+    raise Refusal(
         f"There is no {kind} {record_id}.",
         category=f"{kind}_missing",
         why=f"No {kind} of this ledger has that id{f', which is the form of {other}' if other else ''}.",
@@ -467,60 +449,5 @@ def missing(kind: str, record_id: str) -> Refusal:
 
 def illegal_move(kind: str, record_id: str, state: str, to: str) -> IllegalMove:
     """The refusal for a move that a record's state does not allow."""
-    return IllegalMove(
-        f"{kind.capitalize()} {record_id} cannot become {to}.",
-        category="illegal_move",
-        why=f"It is {state}, or another process moved it in this moment.",
-        inspect=f"sovereign-agent inspect {record_id}",
-    )
-
-
-def _checks(stored: str) -> tuple[str, ...]:
-    """The names of an outcome's checks. What cannot be read becomes a check that no organization has."""
-    try:
-        return tuple(str(name) for name in json.loads(stored))
-    except (TypeError, ValueError):
-        return ("unreadable",)
-
-
-def _outcome(row: Row) -> Outcome:
-    return Outcome(
-        row["id"],
-        row["title"],
-        row["desired_state"],
-        _checks(row["checks"]),
-        row["owner"],
-        row["subject"],
-        OutcomeState(row["state"]),
-        moment(row["created_at"]),
-    )
-
-
-def outcomes_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Outcome]:
-    """Up to `limit` outcomes with ids from `first` on, before `beyond`."""
-    rows = connection.execute(
-        "SELECT * FROM outcomes WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
-    )
-    return [_outcome(row) for row in rows]
-
-
-def sows_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Sow]:
-    """Up to `limit` statements of work with ids from `first` on, before `beyond`."""
-    rows = connection.execute("SELECT * FROM sows WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit))
-    return [from_row(Sow, row) for row in rows]
-
-
-def assignments_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Assignment]:
-    """Up to `limit` assignments with ids from `first` on, before `beyond`."""
-    rows = connection.execute(
-        "SELECT * FROM assignments WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
-    )
-    return [from_row(Assignment, row) for row in rows]
-
-
-def reviews_of(connection: Connection, sow_id: str) -> list[dict[str, Any]]:
-    """The reviews of a statement of work, oldest first: assignment_id, reviewer_id, approved, note."""
-    rows = connection.execute(
-        "SELECT assignment_id, reviewer_id, approved, note FROM reviews WHERE sow_id = ? ORDER BY seq", (sow_id,)
-    )
-    return [{**dict(row), "approved": bool(row["approved"])} for row in rows]
+    why = f"It is {state}, or another process moved it in this moment."
+    return wrong_state(f"{kind.capitalize()} {record_id} cannot become {to}.", why, record_id)

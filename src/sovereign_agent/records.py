@@ -41,7 +41,7 @@ def new_id(prefix: str) -> str:
 
 
 def from_row(kind: type[T], row: Named) -> T:
-    """The record that a row of its table holds: times as moments, states as enumerations, objects from JSON."""
+    """The record that a row of its table holds: times as moments, states as enumerations, JSON as what it says."""
     return kind(**{name: read(row[name]) for name, read in _readers(kind).items()})
 
 
@@ -57,15 +57,25 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return lambda stored: None if stored is None else moment(stored)
     if hint == dict[str, Any]:
         return _object
+    if hint == tuple[str, ...]:
+        return _names
     return hint if isinstance(hint, type) and issubclass(hint, StrEnum) else lambda stored: stored
 
 
 def _object(stored: str) -> dict[str, Any]:
     """What a JSON column holds. One that a hand has spoiled is told as it stands, and stops nobody."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         if isinstance(value := json.loads(stored), dict):
             return cast("dict[str, Any]", value)
     return {"unreadable": stored}
+
+
+def _names(stored: str) -> tuple[str, ...]:
+    """What a JSON list of names holds. One that a hand has spoiled becomes a name that nothing has."""
+    try:
+        return tuple(str(name) for name in json.loads(stored))
+    except (TypeError, ValueError, RecursionError):
+        return ("unreadable",)
 
 
 class Role(StrEnum):

@@ -14,8 +14,9 @@ from datetime import datetime, timedelta
 from sovereign_agent import journal
 from sovereign_agent.clock import Clock, micros
 from sovereign_agent.database import Connection, Database, Row, admit
-from sovereign_agent.errors import AlreadyHeld, AuthorityLost, IllegalMove, PolicyRefusal, Refusal
+from sovereign_agent.errors import AlreadyHeld, AuthorityLost, IllegalMove, PolicyRefusal, Refusal, wrong_state
 from sovereign_agent.fencing import next_token
+from sovereign_agent.outcomes import there
 from sovereign_agent.records import Message, MessageState, from_row, new_id
 
 CLAIM_TTL = timedelta(minutes=5)
@@ -72,14 +73,6 @@ def inbox(db: Database, actor_id: str, *, limit: int = 100, clock: Clock | None 
 def get_message(db: Database, message_id: str) -> Message:
     """Read one message. Raises Refusal (``message_missing``)."""
     return _get(db.connection, message_id)
-
-
-def messages_between(connection: Connection, first: str, beyond: str, *, limit: int) -> list[Message]:
-    """Up to `limit` messages with ids from `first` on, before `beyond`."""
-    rows = connection.execute(
-        "SELECT * FROM messages WHERE id >= ? AND id < ? ORDER BY id LIMIT ?", (first, beyond, limit)
-    )
-    return [from_row(Message, row) for row in rows]
 
 
 def current_claims(connection: Connection, *, limit: int = 1000) -> list[Message]:
@@ -259,12 +252,8 @@ def _not_claimable(message: Message) -> Refusal:
             why=f"{message.claim_owner} holds it until {message.claim_expires_at}.",
             inspect=f"sovereign-agent inspect {message.id}",
         )
-    return IllegalMove(
-        f"Message {message.id} was not claimed.",
-        category="illegal_move",
-        why=f"It is {message.state.value} after {message.deliveries} of {MAX_DELIVERIES} deliveries.",
-        inspect=f"sovereign-agent inspect {message.id}",
-    )
+    why = f"It is {message.state.value} after {message.deliveries} of {MAX_DELIVERIES} deliveries."
+    return wrong_state(f"Message {message.id} was not claimed.", why, message.id)
 
 
 def _stale(message: Message, fencing_token: int) -> AuthorityLost:
@@ -279,8 +268,4 @@ def _stale(message: Message, fencing_token: int) -> AuthorityLost:
 
 def _get(connection: Connection, message_id: str) -> Message:
     row = connection.execute("SELECT * FROM messages WHERE id = ?", (message_id,)).fetchone()
-    if row is None:
-        raise Refusal(
-            f"There is no message {message_id}.", category="message_missing", why="No row of this ledger has that id."
-        )
-    return from_row(Message, row)
+    return from_row(Message, there(row, "message", message_id))

@@ -73,6 +73,7 @@ class Keeper:
         self.attempt = attempt
         self.leash = Leash()
         self.lost: AuthorityLost | None = None
+        self.trouble = "The leash of its program had run out."
         self._db = db
         self._authority = authority
         self._over = threading.Event()
@@ -114,8 +115,9 @@ class Keeper:
                 tolerance=timedelta(seconds=self.leash.tolerance_seconds),
             )
         except (Contention, LedgerUnavailable) as error:
+            self.trouble = f"{error} {error.why}"
             if monotonic() >= self._until:
-                raise lease_unconfirmed(self.attempt.assignment_id, f"{error} {error.why}") from error
+                raise lease_unconfirmed(self.attempt.assignment_id, self.trouble) from error
             self._next_at = monotonic() + PAUSE_SECONDS
         else:
             self._confirmed(asked_at, lasts)
@@ -234,7 +236,7 @@ class Host:
         """
         attempt = keeper.attempt
         if keeper.lost or receipt.failure_category == LEASE_LOST:
-            raise keeper.lost or self._refusal(attempt)
+            raise keeper.lost or self._refusal(keeper)
         try:
             written = finish(self._db, attempt, receipt)
         except (KeyboardInterrupt, SystemExit):
@@ -248,12 +250,13 @@ class Host:
             log.warning("the folder of %s is left to the supervisor: %s", attempt.id, error)
         return written
 
-    def _refusal(self, attempt: ExecutionAttempt) -> AuthorityLost:
+    def _refusal(self, keeper: Keeper) -> AuthorityLost:
         """Why a run is over whose leash ran out before its keeper had an answer: in the ledger's words, if any."""
+        assignment_id, attempt_id = keeper.attempt.assignment_id, keeper.attempt.id
         with suppress(SovereignError):
-            if not fencing.verify_execution_attempt(self._db, attempt.assignment_id, attempt.id):
-                return execution_attempt_lost(attempt.assignment_id, attempt.id)
-        return lease_unconfirmed(attempt.assignment_id, "The leash of its program had run out.")
+            if not fencing.verify_execution_attempt(self._db, assignment_id, attempt_id):
+                return execution_attempt_lost(assignment_id, attempt_id)
+        return lease_unconfirmed(assignment_id, keeper.trouble)
 
 
 def receipt_for(attempt: ExecutionAttempt, proposal: Proposal) -> Receipt:
@@ -324,7 +327,7 @@ def park(connection: Connection, attempt: ExecutionAttempt, authority: Authority
     sow_id = outcomes.get_assignment(connection, attempt.assignment_id).sow_id
     if lost := losses_that_park(connection, sow_id, authority):
         detail = {"receipts": lost}
-        journal.record(connection, "sow.parked", sow_id, actor=attempt.actor_id, at=now, detail=detail)
+        journal.record(connection, "sow.parked", sow_id, actor="", at=now, detail=detail)
 
 
 def require_unparked(connection: Connection, sow_id: str, authority: AuthoritySettings) -> None:
@@ -333,9 +336,28 @@ def require_unparked(connection: Connection, sow_id: str, authority: AuthoritySe
         raise PolicyRefusal(
             f"{sow_id} was not assigned.",
             category="parked",
-            why=f"{len(lost)} workers were lost over it ({', '.join(lost[-3:])}), and another would be, too.",
+            why=f"{len(lost)} workers were lost over it ({', '.join(lost[-3:])}), and the next may be, too.",
             inspect=f"sovereign-agent inspect {sow_id}",
             next_command=f"sovereign-agent ruling decide {sow_id} --decision TEXT --by ACTOR",
+        )
+
+
+def require_unparked_takeover(
+    connection: Connection, assignment: Assignment, authority: AuthoritySettings, *, now: datetime
+) -> None:
+    """Refuse to take a run over whose loss is the last that its work may cost. Raises PolicyRefusal (``parked``).
+
+    It stays as it is, so that a supervisor ends it, and parks the work.
+    """
+    held = fencing.active_attempt(connection, assignment.id)
+    losses = len(journal.losses_since_ruling(connection, assignment.sow_id)) + 1
+    if held and held.expires_at <= now and losses >= authority.losses_before_parking:
+        raise PolicyRefusal(
+            f"{assignment.id} was not taken over.",
+            category="parked",
+            why=f"With attempt {held.id}, {losses} workers were lost over {assignment.sow_id}. Another would be, too.",
+            inspect=f"sovereign-agent inspect {assignment.id}",
+            next_command="sovereign-agent supervisor --once, which ends it and parks the work until a ruling",
         )
 
 
@@ -364,7 +386,13 @@ def revoke(connection: Connection, assignment: Assignment, actor_id: str, *, now
     attempt = fencing.active_attempt(connection, assignment.id)
     to, why = AssignmentState.CANCELED, f"Canceled by {actor_id} while it ran. What it finished is unknown."
     if attempt is None or not fencing.end_attempt(
-        connection, attempt, AttemptStatus.RECOVERED, failure(attempt, "interrupted", why), becomes=to, now=now
+        connection,
+        attempt,
+        AttemptStatus.RECOVERED,
+        failure(attempt, "interrupted", why),
+        becomes=to,
+        by=actor_id,
+        now=now,
     ):
         raise outcomes.illegal_move("assignment", assignment.id, assignment.state, to)
     fencing.release_lease(connection, attempt.actor_id, attempt.process_identity, attempt.actor_lease_fencing_token)

@@ -14,7 +14,7 @@ from typing import Any
 from sovereign_agent import journal, outcomes, workspace
 from sovereign_agent.configuration import resolve_reference
 from sovereign_agent.database import Connection
-from sovereign_agent.errors import IllegalMove, PolicyRefusal
+from sovereign_agent.errors import IllegalMove, PolicyRefusal, wrong_state
 from sovereign_agent.records import Outcome, Receipt, ReceiptStatus, Verdict
 
 
@@ -31,7 +31,7 @@ def completing_receipt(connection: Connection, sow_id: str) -> Receipt:
         if receipt.status is ReceiptStatus.COMPLETED
     ]
     if not receipts:
-        raise IllegalMove(f"{sow_id} cannot be judged.", category="illegal_move", why="No run has completed it.")
+        raise wrong_state(f"{sow_id} cannot be judged.", "No run has completed it.", sow_id)
     return max(receipts, key=lambda receipt: int(receipt.detail["fencing_token"]))
 
 

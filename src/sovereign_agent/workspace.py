@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from sovereign_agent.boundary import Boundary, mark, printable
-from sovereign_agent.configuration import replace_file
+from sovereign_agent.configuration import held_open, replace_file
 from sovereign_agent.errors import PolicyRefusal
 
 POLICIES = ("temporary_directory", "persistent")
@@ -271,8 +271,7 @@ def _lock(workspace_id: str, runs: int, *, hold: bool) -> Generator[str | None]:
     with ExitStack() as opened:
         record = None
         with suppress(FileNotFoundError):
-            lock = os.open(_lock_name(workspace_id), _PLAIN_FILE, dir_fd=runs)
-            opened.callback(os.close, lock)
+            lock = opened.enter_context(held_open(_lock_name(workspace_id), _PLAIN_FILE, runs))
             if hold:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             record = os.read(lock, 100).decode("ascii", "replace")
@@ -294,13 +293,10 @@ def _own_folder(workspace_id: str, runs: int, record: str | None) -> Generator[i
 
     if is_recorded(os.lstat(workspace_id, dir_fd=runs)):
         _unlock(workspace_id, runs)
-    folder = os.open(workspace_id, _FOLDER, dir_fd=runs)
-    try:
+    with held_open(workspace_id, _FOLDER, runs) as folder:
         if not is_recorded(os.fstat(folder)):
             _demand_only_kept(folder, workspace_id, was_recorded=bool(record))
         yield folder
-    finally:
-        os.close(folder)
 
 
 def _demand_only_kept(folder: int, workspace_id: str, *, was_recorded: bool) -> None:
@@ -389,11 +385,8 @@ def _unlock(name: str, parent: int) -> None:
 def _entered(name: str, parent: int) -> Generator[int]:
     """A descriptor of a folder that a program may have locked, opened without following a link."""
     _unlock(name, parent)
-    folder = os.open(name, _FOLDER, dir_fd=parent)
-    try:
+    with held_open(name, _FOLDER, parent) as folder:
         yield folder
-    finally:
-        os.close(folder)
 
 
 @contextmanager
@@ -436,19 +429,13 @@ def _pour(workspace: Workspace, name: str, limit: int, into: Callable[[bytes], o
     """
     *folders, last = _parts(name)
     with ExitStack() as opened:
-
-        def enter(part: str | Path, flags: int, folder: int | None = None) -> int:
-            descriptor = os.open(part, flags, dir_fd=folder)
-            opened.callback(os.close, descriptor)
-            return descriptor
-
         try:
             folder = opened.enter_context(_runs(workspace.path.parents[2], create=False))
             for part in (workspace.id, *folders):
                 _demand(stat.S_ISDIR, part, folder, name)
-                folder = enter(part, _FOLDER, folder)
+                folder = opened.enter_context(held_open(part, _FOLDER, folder))
             _demand(stat.S_ISREG, last, folder, name)
-            file = enter(last, _PLAIN_FILE, folder)
+            file = opened.enter_context(held_open(last, _PLAIN_FILE, folder))
             info = os.fstat(file)
             if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
                 raise _not_plain(name, "it has another name elsewhere")

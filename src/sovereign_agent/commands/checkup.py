@@ -67,7 +67,7 @@ def check_up(root: Path) -> list[Finding]:
             findings += _ledger(org)
     except SovereignError as error:
         subject = "settings" if isinstance(error, ConfigurationFault) else "ledger"
-        told = " ".join(text for label, text in [("", error.happened), *error.answers()] if label != "next")
+        told = " ".join([error.happened, error.why, f"See {error.inspect}." if error.inspect else ""]).strip()
         findings.append(Finding(subject, Verdict.FAIL, told, error.next_command))
     return findings
 

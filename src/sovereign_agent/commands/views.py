@@ -10,28 +10,19 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, cast
 
-from sovereign_agent import fencing, journal, liveness, outcomes, relay
+from sovereign_agent import fencing, journal, liveness, outcomes
 from sovereign_agent.commands.printing import entry, to_json
 from sovereign_agent.database import Connection
 from sovereign_agent.errors import Refusal
+from sovereign_agent.journal import Record
 from sovereign_agent.liveness import Assessment
 from sovereign_agent.organization import Organization
 from sovereign_agent.records import Assignment, Event, ExecutionAttempt, Message, Outcome, Receipt, Sow
 
 CANDIDATES_SHOWN = 5
 OUTCOMES_SHOWN = 100
-ID = re.compile(r"(out|sow|asg|att|rcp|msg)_[0-9a-f]{0,32}")
-BETWEEN = {
-    "out": outcomes.outcomes_between,
-    "sow": outcomes.sows_between,
-    "asg": outcomes.assignments_between,
-    "att": fencing.attempts_between,
-    "rcp": journal.receipts_between,
-    "msg": relay.messages_between,
-}
-"""Where a record is found by its id, or by the beginning of it."""
+ID = re.compile(r"[a-z]{3}_[0-9a-f]{0,32}")
 
-Record = Outcome | Sow | Assignment | ExecutionAttempt | Receipt | Message
 Document = dict[str, Any]
 
 # --- actors -----------------------------------------------------------------------------------------------
@@ -133,8 +124,11 @@ def _with_liveness(org: Organization, assignment: Assignment) -> Document:
 
 def _liveness(org: Organization, attempt_id: str | None) -> Assessment | None:
     """What can be said about the worker of a current attempt; None where there is none."""
-    found = fencing.attempts_between(org.db.connection, *_span(attempt_id), limit=1) if attempt_id else []
-    return liveness.assess(liveness.observe(org, found[0]), org.db.now()) if found else None
+    match journal.find(org.db.connection, attempt_id or "", limit=1):
+        case [ExecutionAttempt() as attempt]:
+            return liveness.assess(liveness.observe(org, attempt), org.db.now())
+        case _:
+            return None
 
 
 # --- inspect ----------------------------------------------------------------------------------------------
@@ -165,7 +159,7 @@ def inspect(org: Organization, beginning: str) -> Document:
             found["receipts"] = [receipt] if receipt else []
             found["evidence"] = outcomes.evidence_of(connection, subject)
         case Receipt(assignment_id=subject):
-            found["attempts"] = fencing.attempts_between(connection, *_span(record.attempt_id), limit=1)
+            found["attempts"] = journal.find(connection, record.attempt_id, limit=1)
             found["evidence"] = outcomes.evidence_of(connection, subject)
         case Message():
             pass
@@ -186,8 +180,7 @@ def inspect_text(document: Document) -> str:
 
 
 def _find(connection: Connection, beginning: str) -> Record:
-    kind = ID.fullmatch(beginning)
-    found: Sequence[Record] = BETWEEN[kind[1]](connection, *_span(beginning), limit=CANDIDATES_SHOWN) if kind else []
+    found = journal.find(connection, beginning, limit=CANDIDATES_SHOWN) if ID.fullmatch(beginning) else []
     if len(found) == 1:
         return found[0]
     if found:
@@ -206,21 +199,13 @@ def _find(connection: Connection, beginning: str) -> Record:
     )
 
 
-def _span(beginning: str) -> tuple[str, str]:
-    """The first id that can begin like that, and one beyond the last.
-
-    Ids are hexadecimal, so no collation of either engine puts one after a "g".
-    """
-    return beginning, beginning + "g"
-
-
 def _runs(connection: Connection, assignments: Sequence[Assignment]) -> Document:
     """The attempts, receipts and evidence of assignments. An attempt is either the current one or has a receipt."""
     receipts = [receipt for each in assignments for receipt in journal.receipts_of(connection, each.id)]
     ids = [receipt.attempt_id for receipt in receipts]
     ids += [each.current_execution_attempt for each in assignments if each.current_execution_attempt]
     return {
-        "attempts": [a for each in ids for a in fencing.attempts_between(connection, *_span(each), limit=1)],
+        "attempts": [attempt for each in ids for attempt in journal.find(connection, each, limit=1)],
         "receipts": receipts,
         "evidence": [item for each in assignments for item in outcomes.evidence_of(connection, each.id)],
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Annotated
 
 import typer
@@ -46,12 +47,17 @@ def assign(
             help="What becomes of the run's folder: temporary_directory (what it hands over stays) or persistent.",
         ),
     ] = "temporary_directory",
+    maximum: Annotated[
+        int | None,
+        typer.Option("--maximum", metavar="SECONDS", min=1, help="The longest that a run of it may last."),
+    ] = None,
     root: Root = HERE,
     json: Json = False,
 ) -> None:
     """Give a statement of work to an actor. Again, too, after it failed, blocked or was rejected."""
     with opened(root) as org:
-        assignment = org.assign(sow, actor, by, workspace_policy=workspace)
+        longest = None if maximum is None else timedelta(seconds=maximum)
+        assignment = org.assign(sow, actor, by, workspace_policy=workspace, maximum=longest)
     facts = [("for", assignment.actor_id), ("next", f"sovereign-agent run {assignment.id}")]
     answer(assignment, entry(f"Assignment {assignment.id} is {assignment.state}.", facts), as_json=json)
 
@@ -93,7 +99,7 @@ def cancel(
 ) -> None:
     """Call an assignment off, or work nobody is at, or an outcome.
 
-    A running program may run on; nothing that it does is recorded any more.
+    Nothing that a running program does is recorded any more, and its worker ends it at the next renewal.
     """
     with opened(root) as org:
         acts = {"sow": org.cancel_sow, "out": org.cancel_outcome}

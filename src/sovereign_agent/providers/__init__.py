@@ -19,7 +19,7 @@ from sovereign_agent.providers.claude import CLAUDE
 from sovereign_agent.providers.codex import CODEX
 from sovereign_agent.providers.command import CommandProvider
 from sovereign_agent.providers.cursor import CURSOR
-from sovereign_agent.providers.scripted import ScriptedProvider
+from sovereign_agent.providers.scripted import performer
 
 DIALECTS = {"claude": CLAUDE, "codex": CODEX, "cursor": CURSOR}
 
@@ -30,6 +30,6 @@ def build(settings: ProviderSettings) -> Provider:
         case CommandSettings():
             return CommandProvider(settings)
         case ScriptedSettings():
-            return ScriptedProvider(settings)
+            return performer(settings)
         case AgentSettings():
             return AgentProvider(settings, DIALECTS[settings.kind])

@@ -11,8 +11,8 @@ import os
 import pwd
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
+from sovereign_agent.configuration import held_open
 from sovereign_agent.errors import ProviderFault
 from sovereign_agent.workspace import OUT_NAME, Workspace
 
@@ -52,18 +52,13 @@ def hand_over(workspace: Workspace, account: Account) -> None:
     Of those it learns no names, and what its program prints stays out of its reach. Raises OSError.
     """
     with ExitStack() as stack:
-
-        def enter(name: str | Path, inside: int | None = None) -> int:
-            folder = os.open(name, _FOLDER, dir_fd=inside)
-            stack.callback(os.close, folder)
-            return folder
-
-        sovereign = enter(workspace.path.parents[1])
-        runs = enter(workspace.path.parent.name, sovereign)
-        run = enter(workspace.id, runs)
+        sovereign = stack.enter_context(held_open(workspace.path.parents[1], _FOLDER))
+        runs = stack.enter_context(held_open(workspace.path.parent.name, _FOLDER, sovereign))
+        run = stack.enter_context(held_open(workspace.id, _FOLDER, runs))
+        out = stack.enter_context(held_open(OUT_NAME, _FOLDER, run))
         for above in (sovereign, runs):
             os.fchmod(above, 0o711)
-        for own in (run, enter(OUT_NAME, run)):
+        for own in (run, out):
             os.fchown(own, account.user, account.group)
 
 

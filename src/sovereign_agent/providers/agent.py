@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +30,7 @@ PROBE_GRACE_SECONDS = 0.5
 HELP_LIMIT_BYTES = 2**18
 CACHE_NAME = "probes.json"
 CACHE_LIMIT = 50
+CACHE_LIMIT_BYTES = 2**25
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
@@ -76,7 +77,8 @@ class AgentProvider:
 
     def run(self, envelope: Envelope, workspace: Workspace, leash: Leash) -> Proposal:
         """Run to the end and propose; see `Provider.run`."""
-        stream = Stream(self.dialect.read, leash, self.settings.quiet_seconds)
+        stream = Stream(self.dialect.read, leash)
+        leash.tolerance_seconds = self.settings.quiet_seconds
         variables = process.variables(self.settings.environment) | told(envelope, workspace)
         try:
             stdin = self._hand_over(prompt(envelope), workspace)
@@ -185,11 +187,10 @@ def _ask(
 ) -> tuple[process.Ending, str]:
     """Run the program for what it prints, on either output, without colours. It has `PROBE_SECONDS`."""
     answer = _Answer()
-    raw = workspace.raw / name
-    raw.mkdir(mode=0o700)
     ending = process.run(
         argv,
-        replace(workspace, raw=raw),
+        workspace,
+        name=f"{name}-",
         stdin=b"",
         variables=variables,
         timeout_seconds=PROBE_SECONDS,
@@ -204,7 +205,8 @@ def _ask(
 
 def _build(program: str, folder: Path, search: str) -> str:
     """What tells one build of a program from the next; empty when it is not found, as `process.run` will explain."""
-    found = shutil.which(folder / program if "/" in program else program, path=search)
+    places = os.pathsep.join(str(folder / place) for place in search.split(os.pathsep))  # it is started from there
+    found = shutil.which(folder / program if "/" in program else program, path=places)
     if not found:
         return ""
     real = Path(found).resolve()
@@ -213,10 +215,14 @@ def _build(program: str, folder: Path, search: str) -> str:
 
 
 def _cached(path: Path) -> dict[str, Capabilities]:
-    try:
-        return _CACHE.validate_json(path.read_bytes())
-    except (OSError, ValueError):  # absent, or not as we left it: it is made again
-        return {}
+    """What was kept; nothing when it is absent, or not as we left it, whatever lies there: then it is made again."""
+    with suppress(OSError, ValueError):
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            return _CACHE.validate_json(os.read(file, CACHE_LIMIT_BYTES))
+        finally:
+            os.close(file)
+    return {}
 
 
 def _keep(folder: Path, cache: dict[str, Capabilities]) -> None:

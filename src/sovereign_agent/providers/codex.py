@@ -27,6 +27,8 @@ def read(event: Event, testimony: Testimony) -> bool:
     match event:
         case {"type": "thread.started", "thread_id": str(thread)}:
             testimony.session = thread
+        case {"type": "turn.started"}:
+            testimony.terminal = False
         case {"type": "item.started", "item": {"id": str(call), "type": str(tool)}} if tool in TOOLS:
             testimony.start(call, tool)
         case {"type": "item.completed", "item": {"type": str(tool)} as item}:

@@ -18,17 +18,19 @@ from sovereign_agent.workspace import Workspace
 
 @dataclass(frozen=True, slots=True)
 class CommandProvider:
-    """Runs the argv of its settings."""
+    """Runs the argv of its settings, with the envelope on its stdin unless something else is given."""
 
     settings: CommandSettings
+    stdin: bytes | None = None
 
-    def run(self, envelope: Envelope, workspace: Workspace, leash: Leash, *, stdin: bytes | None = None) -> Proposal:
-        """Run to the end and propose; see `Provider.run`. `stdin` is the envelope unless it is given."""
+    def run(self, envelope: Envelope, workspace: Workspace, leash: Leash) -> Proposal:
+        """Run to the end and propose; see `Provider.run`."""
+        leash.tolerance_seconds = self.settings.quiet_seconds
         try:
             ending = process.run(
                 self.settings.argv,
                 workspace,
-                stdin=envelope.as_json() if stdin is None else stdin,
+                stdin=envelope.as_json() if self.stdin is None else self.stdin,
                 variables=process.variables(self.settings.environment) | told(envelope, workspace),
                 timeout_seconds=self.settings.timeout_seconds,
                 grace_seconds=self.settings.grace_seconds,

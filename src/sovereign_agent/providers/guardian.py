@@ -24,6 +24,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import select
 import signal
 import sys
@@ -39,8 +40,8 @@ KILL_SECONDS = 5.0
 HUNT_SECONDS = 5.0
 """How long it rests between its attempts on survivors."""
 
-HANDLES = 200
-"""How many pidfds it holds at once; a swarm needs several sweeps."""
+HANDLES = min(200, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+"""How many pidfds it holds at once; a swarm needs several sweeps. It has to look at the swarm meanwhile."""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -97,8 +98,10 @@ def stat(pid: int) -> tuple[str, str, int]:
 
 
 def descendants() -> dict[int, tuple[str, str, int]]:
-    """All that descend from this process, parents first, each with its `stat`."""
-    stats = {int(name): stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208
+    """All that descend from this process, parents first, each with its `stat`; nobody while no file can be opened."""
+    stats: dict[int, tuple[str, str, int]] = {}
+    with contextlib.suppress(OSError):
+        stats = {int(name): stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208
     children: dict[int, list[int]] = {}
     for pid, (_, _, parent) in stats.items():
         children.setdefault(parent, []).append(pid)
@@ -170,9 +173,8 @@ def hear(control: int) -> bytes:
     return heard
 
 
-def become(argv: list[str], folder: str, environment: dict[str, str], user: list[int]) -> None:
-    """Turn this forked child into the program, as `user` (group, user, all groups). Raises OSError."""
-    guardian = os.getppid()
+def become(argv: list[str], folder: str, environment: dict[str, str], user: list[int], *, guardian: int) -> None:
+    """Turn this child, forked by `guardian`, into the program, as `user` (group, user, all groups). Raises OSError."""
     signal.set_wakeup_fd(-1)
     for number in RESET:
         signal.signal(number, signal.SIG_DFL)
@@ -254,9 +256,10 @@ def main(control: int, lock: int) -> None:
     try:
         hold(lock)
         prctl(PR_SET_CHILD_SUBREAPER, 1)
+        guardian = os.getpid()  # asked before the fork: a child whose guardian is gone already has another parent
         program = Program(os.fork())
         if not program.pid:
-            become(told["argv"], told["folder"], told["environment"], told["user"])
+            become(told["argv"], told["folder"], told["environment"], told["user"], guardian=guardian)
     except OSError as error:  # in either process
         say(control, fault=[error.errno, error.strerror, str(error.filename or "")])
         os._exit(1)

@@ -10,6 +10,7 @@ is all that came from it, or the survivors are named. This room itself signals n
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import selectors
@@ -26,9 +27,9 @@ from signal import strsignal
 from typing import IO, Any, Literal, Protocol
 
 from sovereign_agent.clock import monotonic
-from sovereign_agent.errors import ProviderFault
+from sovereign_agent.errors import PolicyRefusal, ProviderFault
 from sovereign_agent.providers import account, guardian
-from sovereign_agent.workspace import Workspace
+from sovereign_agent.workspace import Workspace, check_output
 
 HEAD_BYTES = 2**20
 TAIL_BYTES = 2**18
@@ -70,8 +71,8 @@ class Ending:
 
     `exit_code` is None when a signal ended it, or when its end could not be learned (then `signal` is None too).
     `ended_by` says what it was ended for: ``timeout``, ``idle_timeout``, ``after_result``, ``line_too_long``,
-    ``lease_lost``, ``interrupted``; or ``itself``, and then that signal was not ours. `survivors` are the processes
-    that could not be ended, each with its number and name.
+    ``lease_lost``, ``interrupted``, ``worker_lost``; or ``itself``, and then that signal was not ours. `survivors` are
+    the processes that could not be ended, each with its number and name.
     """
 
     exit_code: int | None
@@ -113,6 +114,7 @@ def seen(ending: Ending) -> dict[str, str]:
         "line_too_long": f"It wrote a line without end and was ended {after}.",
         "lease_lost": f"The authority that it worked under was lost {after}, so it was ended.",
         "interrupted": f"It was interrupted {after}.",
+        "worker_lost": f"Its guardian saw its worker no more {after}, so it was ended.",
     }
     if ending.ended_by in reasons:
         return {ending.ended_by: reasons[ending.ended_by]}
@@ -256,6 +258,7 @@ def run(
     reader: Reader | None = None,
     idle_seconds: float = NEVER,
     run_as: str = "",
+    name: str = "",
 ) -> Ending:
     """Run a program in a run's folder until it ends, or has to.
 
@@ -270,13 +273,19 @@ def run(
         reader: is given stdout as it comes, and says when the result is there.
         idle_seconds: how long stdout may be silent.
         run_as: ``user`` or ``user:group``, for a privileged worker.
+        name: stands before the names of the outputs, where more than one program runs in the folder.
 
     Raises ProviderFault when it cannot be started: ``provider_unavailable`` with the cause that the operating system
-    hides behind one number, ``capability_refusal`` when it cannot run as that user. Raises whatever interrupted the
-    waiting, once the program is dead.
+    hides behind one number, ``capability_refusal`` when it cannot run as that user, ``boundary_violated`` when the
+    run's folders were replaced by an earlier program, of perhaps another user: what this one prints would go wherever
+    they lead. Raises whatever interrupted the waiting, once the program is dead.
     """
     if "\0" in "".join([*argv, *variables, *variables.values()]):
         raise _fault(argv[0], "a NUL character stands in its arguments or variables")
+    try:
+        check_output(workspace)
+    except PolicyRefusal as refused:
+        raise ProviderFault(f"{refused} {refused.why}", category="boundary_violated") from refused
     user = account.find(run_as) if run_as else None
     if user:
         account.hand_over(workspace, user)
@@ -288,7 +297,8 @@ def run(
                 guard = _start_guardian(workspace, theirs)
         except OSError as error:
             raise _fault(argv[0], f"its guardian could not be started ({error.strerror})") from error
-        watch = _Watch(guard, ours, workspace.raw, leash, reader)
+        captures = [Capture(workspace.raw / f"{name}{output}.log") for output in ("stdout", "stderr")]
+        watch = _Watch(guard, ours, captures, leash, reader)
         try:
             watch.tell(
                 argv=argv,
@@ -311,36 +321,46 @@ def run(
 
 def _start_guardian(workspace: Workspace, control: socket.socket) -> subprocess.Popen[bytes]:
     """Start a guardian that has nothing to do yet. Raises OSError."""
+    handed: list[int] = []
     lock = os.open(workspace.lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        # Beyond the first three, which its own pipes will take: a worker may have had them closed.
+        handed += [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in (control.fileno(), lock)]
         return subprocess.Popen(  # noqa: S603 - the program is our own, and no shell reads this
-            (sys.executable, "-I", "-S", guardian.__file__, str(control.fileno()), str(lock)),
+            (sys.executable, "-I", "-S", guardian.__file__, *map(str, handed)),
             bufsize=0,
             cwd="/",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=(control.fileno(), lock),
+            pass_fds=handed,
             start_new_session=True,
             umask=0o077,
         )
     finally:
-        os.close(lock)
+        for each in (lock, *handed):
+            os.close(each)
 
 
 class _Watch:
     """One program and its guardian, watched from the calling thread alone."""
 
     def __init__(
-        self, guard: subprocess.Popen[bytes], control: socket.socket, raw: Path, leash: Leash, reader: Reader | None
+        self,
+        guard: subprocess.Popen[bytes],
+        control: socket.socket,
+        captures: Sequence[Capture],
+        leash: Leash,
+        reader: Reader | None,
     ) -> None:
         assert guard.stdin
         assert guard.stdout
         assert guard.stderr
         self.answer: dict[str, Any] = {}
         self._guard, self._control, self._leash, self._reader = guard, control, leash, reader
+        control.settimeout(PATIENCE_SECONDS)
         self._stdin, self._stdout, self._stderr = guard.stdin, guard.stdout, guard.stderr
-        self._captures = {self._stdout: Capture(raw / "stdout.log"), self._stderr: Capture(raw / "stderr.log")}
+        self._captures = dict(zip((self._stdout, self._stderr), captures, strict=True))
         self._heard, self._over, self._ordered = b"", False, ""
         self._started = self._spoke_at = self._ended = monotonic()
         self._ordered_at = self._result_at = NEVER
@@ -350,7 +370,6 @@ class _Watch:
 
     def begin(self, moved: int, stdin: bytes) -> None:
         """Listen to everybody, and have `stdin` written; `moved` tells of the leash."""
-        self._control.settimeout(PATIENCE_SECONDS)
         self._selector.register(self._control, selectors.EVENT_READ, self._hear)
         self._selector.register(moved, selectors.EVENT_READ, partial(self._feel, moved))
         self._selector.register(self._stdin, selectors.EVENT_WRITE, partial(self._feed, bytearray(stdin)))
@@ -380,7 +399,7 @@ class _Watch:
             if monotonic() >= due and self._ordered:
                 self._guard.kill()
             elif monotonic() >= due:
-                self._end(reason)
+                self._end("after_result" if self._result_at < NEVER and reason != "lease_lost" else reason)
             for key, _ in self._selector.select(min(max(due - monotonic(), 0), guardian.LOOK_SECONDS)):
                 key.data()
         for source in self._captures:  # what the dead left in the pipes, and no more: a survivor may go on writing
@@ -399,10 +418,11 @@ class _Watch:
     def ending(self) -> Ending:
         """What came of it."""
         status = self.answer.get("status")
+        unseen = "itself" if self._ordered in ("", "after_result") else self._ordered  # no good end without a witness
         return Ending(
             exit_code=status if status is not None and status >= 0 else None,
             signal=-status if status is not None and status < 0 else None,
-            ended_by=self.answer.get("ended_by", self._ordered or "itself"),
+            ended_by=self.answer.get("ended_by", unseen),
             survivors=tuple(self.answer.get("survivors", ["unknown: its guardian was lost"])),
             duration_seconds=self._ended - self._started,
             stdout=self._captures[self._stdout],

@@ -141,15 +141,14 @@ def read_result(event: Event, testimony: Testimony) -> None:
 class Stream:
     """Keeps the testimony of one run from the chunks of its stdout: the `Reader` that `process.run` feeds.
 
-    What the program is about is noted on `leash`, with the `quiet_seconds` that it may take for it.
+    What the program is about is noted on `leash`.
     """
 
-    def __init__(self, read: Read, leash: Leash, quiet_seconds: float) -> None:
+    def __init__(self, read: Read, leash: Leash) -> None:
         self.testimony = Testimony()
         self.state: Literal["reading", "finished", "line_too_long"] = "reading"
         self._read = read
         self._leash = leash
-        self._quiet_seconds = quiet_seconds
         self._pending = bytearray()
         self._mark = b"\xef\xbb\xbf"  # a byte order mark is taken off the first line, and off no other
 
@@ -168,7 +167,6 @@ class Stream:
         if self.state == "line_too_long":
             self._pending.clear()
         self._leash.step = self.testimony.step()
-        self._leash.tolerance_seconds = self._quiet_seconds if self._leash.step else 0.0
 
     def close(self) -> None:
         """The stream ended by itself. Its last line needs no newline, but it has to be whole."""

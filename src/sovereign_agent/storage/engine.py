@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from sovereign_agent.errors import IllegalMove, LedgerFault, LedgerUnavailable
+from sovereign_agent.errors import ConstraintBroken, Contention, IllegalMove, LedgerFault, LedgerUnavailable
 
 Value = str | int | float | bytes | None
 SMALLEST, GREATEST = -(2**63), 2**63 - 1
@@ -46,28 +46,23 @@ class Result:
     `rowcount` is the number of rows changed, or returned where rows were asked for.
     """
 
-    __slots__ = ("_position", "rowcount", "rows")
+    __slots__ = ("_rest", "rowcount", "rows")
 
     def __init__(self, rows: list[Row], rowcount: int) -> None:
         self.rows = rows
         self.rowcount = rowcount
-        self._position = 0
+        self._rest = iter(rows)
 
     def fetchone(self) -> Row | None:
         """The next row, or None after the last."""
-        if self._position >= len(self.rows):
-            return None
-        self._position += 1
-        return self.rows[self._position - 1]
+        return next(self._rest, None)
 
     def fetchall(self) -> list[Row]:
         """The rows not yet fetched."""
-        rest = self.rows[self._position :]
-        self._position = len(self.rows)
-        return rest
+        return list(self._rest)
 
     def __iter__(self) -> Iterator[Row]:
-        return iter(self.fetchall())
+        return self._rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,23 +283,16 @@ def _bound(value: Value) -> Value:
         return _integer(int(value))
     if isinstance(value, StrEnum):
         return _text(str(value))
-    raise IllegalMove(
-        f"A {kind.__name__} was offered to the ledger that it cannot hold.",
-        category="invalid_number" if kind is float else "invalid_value",
-        why="The ledger takes text, whole numbers, bytes and nothing else.",
-        next_command="store a fraction as a whole number of a smaller unit",
-    )
+    category = "invalid_number" if kind is float else "invalid_value"
+    why = "The ledger takes text, whole numbers, bytes and nothing else."
+    raise _unholdable(kind.__name__, category, why, "store a fraction as a whole number of a smaller unit")
 
 
 def _text(value: str) -> str:
     if "\0" not in value and (value.isascii() or _encodes(value)):
         return value
-    raise IllegalMove(
-        "A text was offered to the ledger that it cannot hold.",
-        category="invalid_text",
-        why="It contains U+0000 or half of a surrogate pair, which PostgreSQL cannot store.",
-        next_command="remove that character and repeat the call",
-    )
+    why = "It contains U+0000 or half of a surrogate pair, which PostgreSQL cannot store."
+    raise _unholdable("text", "invalid_text", why, "remove that character and repeat the call")
 
 
 def _encodes(value: str) -> bool:
@@ -318,11 +306,12 @@ def _encodes(value: str) -> bool:
 def _integer(value: int) -> int:
     if SMALLEST <= value <= GREATEST:
         return value
-    raise IllegalMove(
-        "A number was offered to the ledger that it cannot hold.",
-        category="invalid_number",
-        why="Stored integers have 64 bits.",
-    )
+    raise _unholdable("number", "invalid_number", "Stored integers have 64 bits.")
+
+
+def _unholdable(what: str, category: str, why: str, mend: str = "") -> IllegalMove:
+    happened = f"A {what} was offered to the ledger that it cannot hold."
+    return IllegalMove(happened, category=category, why=why, next_command=mend)
 
 
 def split_statements(sql: str) -> list[str]:
@@ -339,10 +328,51 @@ def split_statements(sql: str) -> list[str]:
     return statements
 
 
-def append_only_words(statement: str) -> tuple[str, list[str]] | None:
-    """Read ``<append only TABLE: KEY, ...>``; None for any other statement."""
-    word = statement.splitlines()[-1]
-    if not word.startswith("<append only "):
-        return None
-    table, _, keys = word.removeprefix("<append only ").removesuffix(">").partition(":")
-    return table.strip(), [key.strip() for key in keys.split(",")]
+def schema_statements(
+    template: str, words: Mapping[str, str], append_only: Callable[[str, list[str]], list[str]]
+) -> list[str]:
+    """The statements of a schema template, with an engine's own `words` and its triggers for an append-only table."""
+    statements: list[str] = []
+    for statement in split_statements(template):
+        word = statement.splitlines()[-1]
+        if word.startswith("<append only "):
+            table, _, keys = word.removeprefix("<append only ").removesuffix(">").partition(":")
+            statements += append_only(table.strip(), [key.strip() for key in keys.split(",")])
+        else:
+            statements.append(spelled(statement, words))
+    return statements
+
+
+def spelled(text: str, words: Mapping[str, str]) -> str:
+    """A text with each engine word replaced by what it means to an engine."""
+    for word, meaning in words.items():
+        text = text.replace(word, meaning)
+    return text
+
+
+def busy(happened: str, why: str = "") -> Contention:
+    """What a call ends in that waited for others for as long as it may."""
+    return Contention(
+        happened,
+        category="ledger_busy",
+        why=why,
+        inspect="sovereign-agent doctor",
+        next_command="repeat the command",
+    )
+
+
+def unusable(happened: str, why: str) -> LedgerUnavailable:
+    """What a call ends in that cannot reach the ledger, or not write it."""
+    return LedgerUnavailable(
+        happened,
+        category="ledger_unavailable",
+        why=why,
+        inspect="sovereign-agent doctor",
+        next_command="mend the cause, then repeat the command",
+    )
+
+
+def broken(why: str) -> ConstraintBroken:
+    """What a call ends in that offered what the ledger's constraints refuse."""
+    happened = "The ledger refused a row."
+    return ConstraintBroken(happened, category="constraint_broken", why=why, inspect="sovereign-agent doctor")

@@ -80,17 +80,11 @@ def check(connection: Connection, component: str, migrations: Sequence[Migration
 def _apply(connection: Connection, component: str, migration: Migration) -> None:
     for statement in connection.schema_statements(migration.sql):
         connection.execute(statement)
+    stamp = (component, migration.number, migration.name, checksum(migration))
     connection.execute(
         "INSERT INTO sovereign_migrations (component, number, name, checksum, min_writer, applied_at)"
         " VALUES (?, ?, ?, ?, ?, ?)",
-        (
-            component,
-            migration.number,
-            migration.name,
-            checksum(migration),
-            migration.min_writer,
-            micros(connection.now()),
-        ),
+        (*stamp, migration.min_writer, micros(connection.now())),
     )
 
 

@@ -23,8 +23,9 @@ from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
 
 from sovereign_agent.clock import moment
-from sovereign_agent.errors import ConstraintBroken, Contention, LedgerFault, LedgerUnavailable, SovereignError
-from sovereign_agent.storage.engine import Connection, Result, Value, append_only_words, split_statements
+from sovereign_agent.errors import LedgerFault, LedgerUnavailable, SovereignError
+from sovereign_agent.storage import engine
+from sovereign_agent.storage.engine import Connection, Result, Value
 
 _WORDS = {"<for update>": "FOR UPDATE", "<for share>": "FOR SHARE", "<skip locked>": "SKIP LOCKED"}
 _SCHEMA_WORDS = {
@@ -59,9 +60,8 @@ _UNAVAILABLE = (
 @lru_cache(maxsize=1024)
 def render(text: str) -> str:
     """Replace the engine words, double every ``%``, and turn each ``?`` outside quotes and comments into ``%s``."""
-    for word, meaning in _WORDS.items():
-        text = text.replace(word, meaning)
-    return _QUOTED_OR_PLACEHOLDER.sub(lambda found: "%s" if found[0] == "?" else found[0], text.replace("%", "%%"))
+    text = engine.spelled(text, _WORDS).replace("%", "%%")
+    return _QUOTED_OR_PLACEHOLDER.sub(lambda found: "%s" if found[0] == "?" else found[0], text)
 
 
 class _Numeric(Loader):
@@ -130,11 +130,7 @@ class PostgresConnection(Connection):
         return {str(row[0]) for row in rows}
 
     def schema_statements(self, sql: str) -> list[str]:
-        statements: list[str] = []
-        for statement in split_statements(sql):
-            append_only = append_only_words(statement)
-            statements += _append_only(append_only[0]) if append_only else [_schema_words(statement)]
-        return statements
+        return engine.schema_statements(sql, _SCHEMA_WORDS, _append_only)
 
     def _close(self) -> None:
         self._raw.close()
@@ -162,12 +158,8 @@ class PostgresConnection(Connection):
             if error.diag.source_function != _OLD_PLAN:
                 raise self._translated(error) from error
             self._raw.close()  # the session keeps plans; one of them is older than the schema
-            raise Contention(
-                "The ledger was migrated by another process in this moment.",
-                category="ledger_busy",
-                why=_first_line(error),
-                next_command="repeat the command",
-            ) from error
+            happened = "The ledger was migrated by another process in this moment."
+            raise engine.busy(happened, _first_line(error)) from error
 
     def _run_many(self, sql: str, rows: list[tuple[Value, ...]]) -> int:
         try:
@@ -217,23 +209,11 @@ class PostgresConnection(Connection):
     def _translated(self, error: psycopg.Error) -> SovereignError:
         server = f"{self._conninfo.get('host', 'localhost')}/{self._conninfo.get('dbname', '')}"
         if isinstance(error, _BUSY):
-            return Contention(
-                f"The ledger on {server} is busy.",
-                category="ledger_busy",
-                why=f"{_first_line(error)}{self._holder()}",
-                inspect="sovereign-agent doctor",
-                next_command="repeat the command",
-            )
+            return engine.busy(f"The ledger on {server} is busy.", f"{_first_line(error)}{self._holder()}")
         if isinstance(error, psycopg.IntegrityError | psycopg.DataError | errors.ProgramLimitExceeded):
-            return ConstraintBroken("The ledger refused a row.", category="constraint_broken", why=_first_line(error))
+            return engine.broken(_first_line(error))
         if isinstance(error, _UNAVAILABLE):
-            return LedgerUnavailable(
-                f"The ledger on {server} cannot be used.",
-                category="ledger_unavailable",
-                why=_first_line(error),
-                inspect="sovereign-agent doctor",
-                next_command="mend the cause, then repeat the command",
-            )
+            return engine.unusable(f"The ledger on {server} cannot be used.", _first_line(error))
         return LedgerFault(f"PostgreSQL refused a statement: {_first_line(error)}.", category="ledger_fault")
 
     def _holder(self) -> str:
@@ -281,6 +261,7 @@ def _conninfo(url: str, patience: timedelta, *, read_only: bool) -> dict[str, An
         "keepalives_idle": "10",
         "keepalives_interval": "5",
         "keepalives_count": "3",
+        "tcp_user_timeout": "30000",  # what was sent and not answered for so long (ms) means that nobody is there
     }
     return defaults | given | {"options": f"{given.get('options') or ''} {ours}".strip()}
 
@@ -290,13 +271,7 @@ def _first_line(error: psycopg.Error) -> str:
     return text.strip().splitlines()[0] if text.strip() else type(error).__name__
 
 
-def _schema_words(statement: str) -> str:
-    for word, meaning in _SCHEMA_WORDS.items():
-        statement = statement.replace(word, meaning)
-    return statement
-
-
-def _append_only(table: str) -> list[str]:
+def _append_only(table: str, _keys: list[str]) -> list[str]:
     change = f"UPDATE OR DELETE OR TRUNCATE ON {table}"
     refuse = "FOR EACH STATEMENT EXECUTE FUNCTION refuse_change()"
     return [_REFUSE_CHANGE, f"CREATE TRIGGER {table}_append_only BEFORE {change} {refuse}"]

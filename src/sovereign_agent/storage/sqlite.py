@@ -21,15 +21,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from sovereign_agent.clock import SystemClock, monotonic
-from sovereign_agent.errors import (
-    ConstraintBroken,
-    Contention,
-    LedgerFault,
-    LedgerUnavailable,
-    SchemaMismatch,
-    SovereignError,
-)
-from sovereign_agent.storage.engine import Connection, Result, Value, append_only_words, split_statements
+from sovereign_agent.errors import LedgerFault, LedgerUnavailable, SchemaMismatch, SovereignError
+from sovereign_agent.storage import engine
+from sovereign_agent.storage.engine import Connection, Result, Value
 
 OLDEST_SQLITE = (3, 37, 0)
 WAL_LIMIT_BYTES = 64 * 1024 * 1024
@@ -73,9 +67,7 @@ _creating = threading.Lock()
 @lru_cache(maxsize=1024)
 def render(sql: str) -> str:
     """Replace the engine words of a statement."""
-    for word, meaning in _WORDS.items():
-        sql = sql.replace(word, meaning)
-    return sql
+    return engine.spelled(sql, _WORDS)
 
 
 class SQLiteConnection(Connection):
@@ -124,11 +116,7 @@ class SQLiteConnection(Connection):
         return {str(row[0]) for row in rows}
 
     def schema_statements(self, sql: str) -> list[str]:
-        statements: list[str] = []
-        for statement in split_statements(sql):
-            append_only = append_only_words(statement)
-            statements += _append_only(*append_only) if append_only else [_schema_words(statement)]
-        return statements
+        return engine.schema_statements(sql, _SCHEMA_WORDS, _append_only)
 
     def _connect(self) -> sqlite3.Connection:
         return self._connect_as("mode=rw")
@@ -188,12 +176,6 @@ class SQLiteConnection(Connection):
         return writer_of(Path(f"{self.path}-shm"))
 
 
-def _schema_words(statement: str) -> str:
-    for word, meaning in _SCHEMA_WORDS.items():
-        statement = statement.replace(word, meaning)
-    return statement
-
-
 def _append_only(table: str, keys: list[str]) -> list[str]:
     refusal = f"BEGIN SELECT RAISE(ABORT, '{table} is append-only'); END"
     taken = " OR ".join(f"{key} = NEW.{key}" for key in keys)
@@ -210,28 +192,11 @@ def translated(error: sqlite3.Error, path: Path, holder: Callable[[], str]) -> S
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
     primary = code & 0xFF
     if primary in _BUSY:
-        return Contention(
-            f"The ledger {path} is busy.",
-            category="ledger_busy",
-            why=f"The write lock is held{holder() or ' by another process'}.",
-            inspect="sovereign-agent doctor",
-            next_command="repeat the command",
-        )
+        return engine.busy(f"The ledger {path} is busy.", f"The write lock is held{holder() or ' by another process'}.")
     if primary in _BROKEN:
-        return ConstraintBroken(
-            "The ledger refused a row.",
-            category="constraint_broken",
-            why=str(error),
-            inspect="sovereign-agent doctor",
-        )
+        return engine.broken(str(error))
     if primary in _UNAVAILABLE:
-        return LedgerUnavailable(
-            f"The ledger {path} cannot be used: {error}.",
-            category="ledger_unavailable",
-            why=_unavailable_because(code, path),
-            inspect="sovereign-agent doctor",
-            next_command="mend the cause, then repeat the command",
-        )
+        return engine.unusable(f"The ledger {path} cannot be used: {error}.", _unavailable_because(code, path))
     return LedgerFault(f"SQLite refused a statement: {error}.", category="ledger_fault", inspect=str(path))
 
 

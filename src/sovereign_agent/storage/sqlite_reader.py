@@ -14,7 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from sovereign_agent.clock import moment, monotonic
-from sovereign_agent.errors import Contention, SovereignError
+from sovereign_agent.errors import SovereignError
+from sovereign_agent.storage import engine
 from sovereign_agent.storage.engine import Result, Value
 from sovereign_agent.storage.sqlite import SQLiteConnection, status_of
 
@@ -62,11 +63,7 @@ class SQLiteReader(SQLiteConnection):
                 if self._undisturbed():
                     return result
             if self._owner is not None:
-                raise Contention(
-                    f"The ledger {self.path} was written while it was being read.",
-                    category="ledger_busy",
-                    next_command="repeat the command",
-                )
+                raise engine.busy(f"The ledger {self.path} was written while it was being read.")
             self._renew()
 
     def _begin(self, *, ledger_lock: bool) -> None:
