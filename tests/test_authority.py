@@ -311,12 +311,10 @@ def test_the_first_tick_of_a_new_epoch_writes_down_what_became_of_the_runs(org: 
     assert [receipt.failure_category for receipt in receipts] == ["worker_lost"]
 
 
+@pytest.mark.parametrize("engine", ["sqlite"])  # a server's disk is copied by its own tools
 def test_hazard_96_a_whole_disk_that_came_back_opens_unnoticed_and_a_new_epoch_revokes_it(
-    make_location: Any, clock: ManualClock, engine: str
+    location: Any, clock: ManualClock
 ) -> None:
-    if engine != "sqlite":
-        pytest.skip("a server's disk is copied by its own tools")
-    location = make_location()
     db = location.open(clock=clock)
     attempt = run_of(db, clock)
     db.close()

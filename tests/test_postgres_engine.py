@@ -252,7 +252,7 @@ def neighbours(location: Location) -> Iterator[tuple[Database, Database]]:
     opened = [
         Database(
             f"{location.ledger}&options={quote(f'-c search_path={schema} -c work_mem=7MB -c synchronous_commit=off')}",
-            root=location.root,
+            root=location.root / schema,
             patience=IMPATIENT,
         )
         for schema in ("left_one", "right_one")
@@ -275,7 +275,7 @@ def test_two_ledgers_in_two_schemas_do_not_share_tables_or_the_ledger_lock(
         in_left.execute(BUMP)
         assert [answer(bump, right), answer(bump, right)] == ["done", "done"]
     assert (counter(left), counter(right)) == (1, 2)
-    same = Database(left.location, root=location.root, patience=IMPATIENT)
+    same = Database(left.location, root=location.root / "left_one", patience=IMPATIENT)
     with left.immediate(), pytest.raises(Contention), same.immediate():
         raise AssertionError("two sessions of one ledger had its lock")
     same.close()
