@@ -653,6 +653,23 @@ def test_an_actor_is_freed_from_a_process_that_is_gone(root, org, call):
     assert call("actor", "free", "operator-course", "--by", "master-course", "--root", root, "--json").document["freed"]
     again = call("actor", "free", "operator-course", "--by", "master-course", "--root", root, "--json")
     assert (again.code, again.error["category"]) == (1, "actor_not_freed")
+    assert "Nobody holds" in again.error["why"]
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["the same", "another"])
+def test_who_meets_a_run_that_goes_on_is_told_which_and_how_to_cancel_it(same, root, org, call):
+    """Whatever is refused, its `next` line leads on: the run is canceled, and the actor takes other work."""
+    works, other = running(org, this_process()), assigned(org)
+    refused = call("run", works if same else other, "--root", root, "--json").error
+    kept = call("actor", "free", "operator-course", "--by", "master-course", "--root", root, "--json").error
+    assert (refused["category"], kept["category"]) == ("actor_lease_held", "actor_not_freed")
+    assert works in refused["why"]
+    assert works in kept["why"]
+    assert refused["inspect"] == "sovereign-agent status"
+    assert refused["next_command"] == kept["next_command"] == f"sovereign-agent cancel {works} --by ACTOR"
+    typed = refused["next_command"].replace("ACTOR", "master-course").split()[1:]
+    assert call(*typed, "--root", root).code == 0
+    assert call("run", other, "--root", root).code == 0
 
 
 def test_work_whose_files_changed_does_not_hold(root, call):
