@@ -624,6 +624,27 @@ def test_a_canceled_assignment_does_not_run(root, org, call):
     assert call("run", assignment, "--root", root, "--json").error["category"] == "illegal_move"
 
 
+def test_a_state_that_refuses_says_in_the_words_of_the_house_what_it_asks_for(root, org, call):
+    _, sow = planned(org)
+    early = call("review", sow, "--by", "sparring-course", "--root", root, "--json").error
+    assert early["happened"] == f"Statement of work {sow} cannot become APPROVED."
+    assert early["next_command"] == f"sovereign-agent assign {sow} ACTOR --by ACTOR"
+    assignment = org.assign(sow, "operator-course", "master-course").id
+    assert call("run", assignment, "--root", root).code == 0
+    again = call("run", assignment, "--root", root, "--json").error
+    assert again["happened"] == f"Assignment {assignment} cannot become RUNNING."
+    assert again["next_command"] == f"sovereign-agent verify {sow} --by ACTOR"
+
+
+def test_an_id_that_names_nothing_is_told_from_one_of_another_kind(root, org, call):
+    _, sow = planned(org)
+    nothing, other = (call("run", one, "--root", root, "--json").error for one in ("asg_nope", sow))
+    assert nothing["why"] == "No assignment of this ledger has that id."
+    assert other["why"] == (
+        "No assignment of this ledger has that id: it has the form of another kind, statement of work."
+    )
+
+
 def test_status_says_when_it_does_not_show_everything(root, org, call, monkeypatch):
     monkeypatch.setattr(views, "OUTCOMES_SHOWN", 2)
     for title in ("first", "second"):

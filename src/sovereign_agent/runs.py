@@ -394,7 +394,7 @@ def revoke(connection: Connection, assignment: Assignment, actor_id: str, *, now
         by=actor_id,
         now=now,
     ):
-        raise outcomes.illegal_move("assignment", assignment.id, assignment.state, to)
+        raise outcomes.illegal_move(assignment, to)
     fencing.release_lease(connection, attempt.actor_id, attempt.process_identity, attempt.actor_lease_fencing_token)
 
 

@@ -10,9 +10,6 @@ import typer
 from sovereign_agent.commands.options import HERE, ActorId, AssignmentId, By, Json, OutcomeId, Root, SowId, opened
 from sovereign_agent.commands.printing import answer, entry
 
-NEXT = {"completed": "verify {}", "blocked": "ruling decide {} --decision TEXT", "failed": "assign {} ACTOR"}
-"""What a receipt of each status asks for, about its statement of work."""
-
 
 def plan(
     outcome: OutcomeId,
@@ -69,7 +66,7 @@ def run(assignment: AssignmentId, *, root: Root = HERE, json: Json = False) -> N
     """
     from sovereign_agent import outcomes
     from sovereign_agent.commands.waiting import waiting
-    from sovereign_agent.records import ReceiptStatus
+    from sovereign_agent.records import AFTER_RECEIPT, ReceiptStatus
     from sovereign_agent.supervisor import first_signal_interrupts
 
     with first_signal_interrupts(), opened(root) as org:
@@ -84,7 +81,7 @@ def run(assignment: AssignmentId, *, root: Root = HERE, json: Json = False) -> N
         ("receipt", receipt.id),
         ("files", ", ".join(str(file["name"]) for file in receipt.detail.get("deliverables", []))),
         ("look", f"sovereign-agent inspect {assignment}"),
-        ("next", f"sovereign-agent {NEXT[receipt.status].format(sow)} --by ACTOR"),
+        ("next", outcomes.next_command(sow, AFTER_RECEIPT[receipt.status][1])),
     ]
     answer(receipt, entry(f"Assignment {assignment} is {receipt.status}{failure}.", facts), as_json=json)
     raise typer.Exit(0 if receipt.status is ReceiptStatus.COMPLETED else 1)
