@@ -159,6 +159,14 @@ def let_operator_do(root: Path, steps: list[dict[str, Any]]) -> None:
     path.write_text(tomlkit.dumps(document))
 
 
+def park_after(root: Path, losses: int) -> None:
+    """Let work be parked after so many lost workers."""
+    path = root / FILE_NAME
+    document: Any = tomlkit.parse(path.read_text())
+    document["authority"]["losses_before_parking"] = losses
+    path.write_text(tomlkit.dumps(document))
+
+
 def planned(org: Organization, title: str = "Close the shop") -> tuple[str, str]:
     """An active outcome and a ready statement of work."""
     outcome = org.create_outcome(title, "The till is counted.", [], "principal-human").id
@@ -604,6 +612,59 @@ def test_a_run_that_does_not_complete_ends_with_one_and_says_so(steps, told, roo
     assert (ran.code, ran.err) == (1, "")
     assert ran.out.startswith(f"Assignment {assignment} {told}")
     assert ("asks    Which till?" in ran.out) == (steps is BLOCKED)
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        (FAILS, ["failed (nonzero_exit)", "next   sovereign-agent assign SOW ACTOR --by ACTOR --root ROOT"]),
+        (
+            BLOCKED,
+            [
+                "blocked",
+                "asks   Which till?",
+                "next   sovereign-agent ruling decide SOW --decision TEXT --by ACTOR --root ROOT",
+            ],
+        ),
+        (OK, []),
+    ],
+    ids=["failed", "blocked", "completed"],
+)
+def test_status_tells_why_work_is_stuck_and_what_it_asks_for(steps, told, root, org, call):
+    let_operator_do(root, steps)
+    _, sow = planned(org)
+    assignment = org.assign(sow, "operator-course", "master-course").id
+    call("run", assignment, "--root", root)
+    shown = call("status", "--root", root).out.partition(f"{assignment}  operator-course\n")[2]
+    shown = shown.replace(sow, "SOW").replace(str(root), "ROOT")
+    assert [line.strip() for line in shown.splitlines()] == told
+    [part] = call("status", "--root", root, "--json").document["outcomes"][0]["sows"]
+    assert (part["stuck"] is None) is (not told)
+
+
+@pytest.mark.parametrize("losses", [1, 2], ids=["as many as it may lose", "fewer"])
+def test_parked_work_is_seen_to_wait_for_a_ruling_until_there_is_one(losses, root, call):
+    park_after(root, losses)
+    assignment = abandoned(root)
+    assert call("supervisor", "--once", "--root", root).code == 0
+    sow = call("inspect", assignment, "--root", root, "--json").document["record"]["sow_id"]
+    ruling = f"sovereign-agent ruling decide {sow} --decision TEXT --by ACTOR"
+
+    def seen() -> tuple[bool, bool, bool]:
+        told = call("status", "--root", root, "--json").document["outcomes"][0]["sows"][0]["stuck"] or {"parked": []}
+        found = findings(call("doctor", "--root", root, "--json")).get("parked", {"mend": "", "found": ""})
+        assert (found["mend"] == ruling) == (sow in found["found"])
+        text = call("status", "--root", root).out
+        return (
+            bool(told["parked"]) and told["next"] == ruling,
+            found["mend"] == ruling,
+            "parked: failed (worker_lost)" in text,
+        )
+
+    assert seen() == ((losses == 1,) * 3)
+    typed = ruling.replace("TEXT", "retry").replace("ACTOR", "principal-human").split()[1:]
+    assert call(*typed, "--root", root).code == 0
+    assert seen() == ((False,) * 3)
 
 
 def test_a_ruling_lets_blocked_work_go_on(root, call):
@@ -1192,6 +1253,22 @@ def test_a_providers_program_is_looked_for_where_a_run_would(program, verdict, l
     checked = call("doctor", "--root", local_root, "--json")
     found = [one for one in checked.document["findings"] if one["found"].startswith("mine:")]
     assert (checked.code, [one["verdict"] for one in found]) == (0, [verdict])
+
+
+@pytest.mark.parametrize(
+    ("asked", "verdict"),
+    [(("root", 0), "ok"), (("root", 1000), "warn"), (("nobody-of-that-name", 0), "warn")],
+    ids=["known, to root", "known, to somebody else", "unknown"],
+)
+def test_a_provider_that_nobody_could_run_as_its_user_is_a_warning(asked, verdict, local_root, call, monkeypatch):
+    user, euid = asked
+    monkeypatch.setattr(os, "geteuid", lambda: euid)
+    toml = local_root / FILE_NAME
+    told = f'\n[providers.mine]\nkind = "command"\nargv = ["python3"]\nrun_as = "{user}"\n\n[checks]'
+    toml.write_text(toml.read_text().replace("\n[checks]", told))
+    checked = call("doctor", "--root", local_root, "--json").document["findings"]
+    [found] = [one for one in checked if one["found"].startswith("mine:")]
+    assert (found["verdict"], "run_as" in found["mend"]) == (verdict, verdict == "warn")
 
 
 # --- demo -------------------------------------------------------------------------------------------------
