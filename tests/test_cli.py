@@ -1016,12 +1016,26 @@ def test_an_interrupted_run_is_recorded_and_ends_without_a_traceback(number, roo
         [receipt] = journal.receipts_of(org.db.connection, assignment)
         assert outcomes.get_assignment(org.db.connection, assignment).state is AssignmentState.FAILED
     assert told.code == 130
+    sow = call("inspect", assignment, "--root", root, "--json").document["record"]["sow_id"]
     assert told.error["category"] == "interrupted"
+    assert told.error["happened"] == f"Interrupted. Assignment {assignment} is FAILED (interrupted)."
+    assert receipt.id in told.error["why"]
+    assert told.error["next_command"] == f"sovereign-agent assign {sow} ACTOR --by ACTOR"
     assert (receipt.status, receipt.failure_category) == (ReceiptStatus.FAILED, "interrupted")
     let_operator_do(root, OK)
-    sow = call("inspect", assignment, "--root", root, "--json").document["record"]["sow_id"]
     again = call("assign", sow, "operator-course", "--by", "master-course", "--root", root, "--json").document
     assert call("run", again["id"], "--root", root).code == 0
+
+
+def test_a_run_that_is_interrupted_before_it_begins_claims_no_end(root, org, call, monkeypatch):
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    assignment = assigned(org)
+    monkeypatch.setattr(Organization, "run_assignment", interrupted)
+    told = call("run", assignment, "--root", root, "--json")
+    assert (told.code, told.error["happened"]) == (130, f"Interrupted. Assignment {assignment} is CREATED.")
+    assert told.error["why"] == "No end of a run is recorded."
 
 
 @on_linux
