@@ -1084,10 +1084,19 @@ def test_one_tick_tells_what_it_recovered_and_the_next_has_nothing_to_do(root, c
     assignment = abandoned(root)
     first = call("supervisor", "--once", "--root", root)
     assert (first.code, first.err) == (0, "")
-    assert first.out == f"recovered: {assignment}; leases run out: operator-course\n"
+    assert first.out == f"recovered: {assignment}; leases run out: operator-course; folders dealt with: 1\n"
     second = call("supervisor", "--once", "--root", root, "--json")
     assert second.document["recovered_assignments"] == []
     assert call("inspect", assignment, "--root", root, "--json").document["record"]["state"] == "FAILED"
+
+
+def test_a_tick_that_only_tidies_up_says_so(root, call, monkeypatch):
+    monkeypatch.setattr(workspace, "reclaim_workspace", lambda *_: workspace.Reclaim("partial", ("stuck",)))
+    with closing(Organization(root)) as org:
+        assert call("run", assigned(org), "--root", root).code == 0
+    monkeypatch.undo()
+    said = [call("supervisor", "--once", "--root", root).out for _ in range(2)]
+    assert said == ["folders dealt with: 1\n", "Nothing to recover.\n"]
 
 
 def test_the_loop_prints_an_object_for_each_tick_and_a_line_only_for_news(local_root):
@@ -1098,8 +1107,10 @@ def test_the_loop_prints_an_object_for_each_tick_and_a_line_only_for_news(local_
     assert ended(objects).code == 0
     assignment = abandoned(local_root)
     recovered, _, more = lines.stdout.readline().partition("; ")
-    assert recovered.rstrip() == f"recovered: {assignment}"
-    assert more in ("", "leases run out: operator-course\n")  # or at the next tick, if both came apart
+    assert recovered == f"recovered: {assignment}"
+    assert (
+        more.removeprefix("leases run out: operator-course; ") == "folders dealt with: 1\n"
+    )  # or at the next tick, if both came apart
     time.sleep(2.5)
     lines.terminate()
     assert ended(lines).out in ("", "leases run out: operator-course\n")
