@@ -609,7 +609,7 @@ def test_hazard_20_a_version_that_never_comes_is_unknown(kind, played, monkeypat
 
 
 HELPLESS: dict[str, list[Step]] = {
-    "still running after 1": [{"sleep": 60}],
+    "limit was 1 seconds": [{"sleep": 60}],
     "its help does not show": [{"exit": 0}],
     "ended from outside": [{"signal": "SIGKILL"}],
     "exit code 7. no licence": [{"err_text": "no licence"}, {"exit": 7}],

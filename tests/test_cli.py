@@ -159,6 +159,14 @@ def let_operator_do(root: Path, steps: list[dict[str, Any]]) -> None:
     path.write_text(tomlkit.dumps(document))
 
 
+def park_after(root: Path, losses: int) -> None:
+    """Let work be parked after so many lost workers."""
+    path = root / FILE_NAME
+    document: Any = tomlkit.parse(path.read_text())
+    document["authority"]["losses_before_parking"] = losses
+    path.write_text(tomlkit.dumps(document))
+
+
 def planned(org: Organization, title: str = "Close the shop") -> tuple[str, str]:
     """An active outcome and a ready statement of work."""
     outcome = org.create_outcome(title, "The till is counted.", [], "principal-human").id
@@ -606,6 +614,59 @@ def test_a_run_that_does_not_complete_ends_with_one_and_says_so(steps, told, roo
     assert ("asks    Which till?" in ran.out) == (steps is BLOCKED)
 
 
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        (FAILS, ["failed (nonzero_exit)", "next   sovereign-agent assign SOW ACTOR --by ACTOR --root ROOT"]),
+        (
+            BLOCKED,
+            [
+                "blocked",
+                "asks   Which till?",
+                "next   sovereign-agent ruling decide SOW --decision TEXT --by ACTOR --root ROOT",
+            ],
+        ),
+        (OK, []),
+    ],
+    ids=["failed", "blocked", "completed"],
+)
+def test_status_tells_why_work_is_stuck_and_what_it_asks_for(steps, told, root, org, call):
+    let_operator_do(root, steps)
+    _, sow = planned(org)
+    assignment = org.assign(sow, "operator-course", "master-course").id
+    call("run", assignment, "--root", root)
+    shown = call("status", "--root", root).out.partition(f"{assignment}  operator-course\n")[2]
+    shown = shown.replace(sow, "SOW").replace(str(root), "ROOT")
+    assert [line.strip() for line in shown.splitlines()] == told
+    [part] = call("status", "--root", root, "--json").document["outcomes"][0]["sows"]
+    assert (part["stuck"] is None) is (not told)
+
+
+@pytest.mark.parametrize("losses", [1, 2], ids=["as many as it may lose", "fewer"])
+def test_parked_work_is_seen_to_wait_for_a_ruling_until_there_is_one(losses, root, call):
+    park_after(root, losses)
+    assignment = abandoned(root)
+    assert call("supervisor", "--once", "--root", root).code == 0
+    sow = call("inspect", assignment, "--root", root, "--json").document["record"]["sow_id"]
+    ruling = f"sovereign-agent ruling decide {sow} --decision TEXT --by ACTOR"
+
+    def seen() -> tuple[bool, bool, bool]:
+        told = call("status", "--root", root, "--json").document["outcomes"][0]["sows"][0]["stuck"] or {"parked": []}
+        found = findings(call("doctor", "--root", root, "--json")).get("parked", {"mend": "", "found": ""})
+        assert (found["mend"] == ruling) == (sow in found["found"])
+        text = call("status", "--root", root).out
+        return (
+            bool(told["parked"]) and told["next"] == ruling,
+            found["mend"] == ruling,
+            "parked: failed (worker_lost)" in text,
+        )
+
+    assert seen() == ((losses == 1,) * 3)
+    typed = ruling.replace("TEXT", "retry").replace("ACTOR", "principal-human").split()[1:]
+    assert call(*typed, "--root", root).code == 0
+    assert seen() == ((False,) * 3)
+
+
 def test_a_ruling_lets_blocked_work_go_on(root, call):
     let_operator_do(root, BLOCKED)
     with closing(Organization(root)) as org:
@@ -622,6 +683,27 @@ def test_a_canceled_assignment_does_not_run(root, org, call):
     canceled = call("cancel", assignment, "--by", "master-course", "--root", root, "--json")
     assert canceled.document["state"] == "CANCELED"
     assert call("run", assignment, "--root", root, "--json").error["category"] == "illegal_move"
+
+
+def test_a_state_that_refuses_says_in_the_words_of_the_house_what_it_asks_for(root, org, call):
+    _, sow = planned(org)
+    early = call("review", sow, "--by", "sparring-course", "--root", root, "--json").error
+    assert early["happened"] == f"Statement of work {sow} cannot become APPROVED."
+    assert early["next_command"] == f"sovereign-agent assign {sow} ACTOR --by ACTOR"
+    assignment = org.assign(sow, "operator-course", "master-course").id
+    assert call("run", assignment, "--root", root).code == 0
+    again = call("run", assignment, "--root", root, "--json").error
+    assert again["happened"] == f"Assignment {assignment} cannot become RUNNING."
+    assert again["next_command"] == f"sovereign-agent verify {sow} --by ACTOR"
+
+
+def test_an_id_that_names_nothing_is_told_from_one_of_another_kind(root, org, call):
+    _, sow = planned(org)
+    nothing, other = (call("run", one, "--root", root, "--json").error for one in ("asg_nope", sow))
+    assert nothing["why"] == "No assignment of this ledger has that id."
+    assert other["why"] == (
+        "No assignment of this ledger has that id: it has the form of another kind, statement of work."
+    )
 
 
 def test_status_says_when_it_does_not_show_everything(root, org, call, monkeypatch):
@@ -653,6 +735,23 @@ def test_an_actor_is_freed_from_a_process_that_is_gone(root, org, call):
     assert call("actor", "free", "operator-course", "--by", "master-course", "--root", root, "--json").document["freed"]
     again = call("actor", "free", "operator-course", "--by", "master-course", "--root", root, "--json")
     assert (again.code, again.error["category"]) == (1, "actor_not_freed")
+    assert "Nobody holds" in again.error["why"]
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["the same", "another"])
+def test_who_meets_a_run_that_goes_on_is_told_which_and_how_to_cancel_it(same, root, org, call):
+    """Whatever is refused, its `next` line leads on: the run is canceled, and the actor takes other work."""
+    works, other = running(org, this_process()), assigned(org)
+    refused = call("run", works if same else other, "--root", root, "--json").error
+    kept = call("actor", "free", "operator-course", "--by", "master-course", "--root", root, "--json").error
+    assert (refused["category"], kept["category"]) == ("actor_lease_held", "actor_not_freed")
+    assert works in refused["why"]
+    assert works in kept["why"]
+    assert refused["inspect"] == "sovereign-agent status"
+    assert refused["next_command"] == kept["next_command"] == f"sovereign-agent cancel {works} --by ACTOR"
+    typed = refused["next_command"].replace("ACTOR", "master-course").split()[1:]
+    assert call(*typed, "--root", root).code == 0
+    assert call("run", other, "--root", root).code == 0
 
 
 def test_work_whose_files_changed_does_not_hold(root, call):
@@ -917,12 +1016,26 @@ def test_an_interrupted_run_is_recorded_and_ends_without_a_traceback(number, roo
         [receipt] = journal.receipts_of(org.db.connection, assignment)
         assert outcomes.get_assignment(org.db.connection, assignment).state is AssignmentState.FAILED
     assert told.code == 130
+    sow = call("inspect", assignment, "--root", root, "--json").document["record"]["sow_id"]
     assert told.error["category"] == "interrupted"
+    assert told.error["happened"] == f"Interrupted. Assignment {assignment} is FAILED (interrupted)."
+    assert receipt.id in told.error["why"]
+    assert told.error["next_command"] == f"sovereign-agent assign {sow} ACTOR --by ACTOR"
     assert (receipt.status, receipt.failure_category) == (ReceiptStatus.FAILED, "interrupted")
     let_operator_do(root, OK)
-    sow = call("inspect", assignment, "--root", root, "--json").document["record"]["sow_id"]
     again = call("assign", sow, "operator-course", "--by", "master-course", "--root", root, "--json").document
     assert call("run", again["id"], "--root", root).code == 0
+
+
+def test_a_run_that_is_interrupted_before_it_begins_claims_no_end(root, org, call, monkeypatch):
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    assignment = assigned(org)
+    monkeypatch.setattr(Organization, "run_assignment", interrupted)
+    told = call("run", assignment, "--root", root, "--json")
+    assert (told.code, told.error["happened"]) == (130, f"Interrupted. Assignment {assignment} is CREATED.")
+    assert told.error["why"] == "No end of a run is recorded."
 
 
 @on_linux
@@ -971,10 +1084,19 @@ def test_one_tick_tells_what_it_recovered_and_the_next_has_nothing_to_do(root, c
     assignment = abandoned(root)
     first = call("supervisor", "--once", "--root", root)
     assert (first.code, first.err) == (0, "")
-    assert first.out == f"recovered: {assignment}; leases run out: operator-course\n"
+    assert first.out == f"recovered: {assignment}; leases run out: operator-course; folders dealt with: 1\n"
     second = call("supervisor", "--once", "--root", root, "--json")
     assert second.document["recovered_assignments"] == []
     assert call("inspect", assignment, "--root", root, "--json").document["record"]["state"] == "FAILED"
+
+
+def test_a_tick_that_only_tidies_up_says_so(root, call, monkeypatch):
+    monkeypatch.setattr(workspace, "reclaim_workspace", lambda *_: workspace.Reclaim("partial", ("stuck",)))
+    with closing(Organization(root)) as org:
+        assert call("run", assigned(org), "--root", root).code == 0
+    monkeypatch.undo()
+    said = [call("supervisor", "--once", "--root", root).out for _ in range(2)]
+    assert said == ["folders dealt with: 1\n", "Nothing to recover.\n"]
 
 
 def test_the_loop_prints_an_object_for_each_tick_and_a_line_only_for_news(local_root):
@@ -985,8 +1107,10 @@ def test_the_loop_prints_an_object_for_each_tick_and_a_line_only_for_news(local_
     assert ended(objects).code == 0
     assignment = abandoned(local_root)
     recovered, _, more = lines.stdout.readline().partition("; ")
-    assert recovered.rstrip() == f"recovered: {assignment}"
-    assert more in ("", "leases run out: operator-course\n")  # or at the next tick, if both came apart
+    assert recovered == f"recovered: {assignment}"
+    assert (
+        more.removeprefix("leases run out: operator-course; ") == "folders dealt with: 1\n"
+    )  # or at the next tick, if both came apart
     time.sleep(2.5)
     lines.terminate()
     assert ended(lines).out in ("", "leases run out: operator-course\n")
@@ -1154,6 +1278,22 @@ def test_a_providers_program_is_looked_for_where_a_run_would(program, verdict, l
     checked = call("doctor", "--root", local_root, "--json")
     found = [one for one in checked.document["findings"] if one["found"].startswith("mine:")]
     assert (checked.code, [one["verdict"] for one in found]) == (0, [verdict])
+
+
+@pytest.mark.parametrize(
+    ("asked", "verdict"),
+    [(("root", 0), "ok"), (("root", 1000), "warn"), (("nobody-of-that-name", 0), "warn")],
+    ids=["known, to root", "known, to somebody else", "unknown"],
+)
+def test_a_provider_that_nobody_could_run_as_its_user_is_a_warning(asked, verdict, local_root, call, monkeypatch):
+    user, euid = asked
+    monkeypatch.setattr(os, "geteuid", lambda: euid)
+    toml = local_root / FILE_NAME
+    told = f'\n[providers.mine]\nkind = "command"\nargv = ["python3"]\nrun_as = "{user}"\n\n[checks]'
+    toml.write_text(toml.read_text().replace("\n[checks]", told))
+    checked = call("doctor", "--root", local_root, "--json").document["findings"]
+    [found] = [one for one in checked if one["found"].startswith("mine:")]
+    assert (found["verdict"], "run_as" in found["mend"]) == (verdict, verdict == "warn")
 
 
 # --- demo -------------------------------------------------------------------------------------------------

@@ -650,7 +650,9 @@ def test_a_program_that_outlasts_the_declared_maximum_fails_by_timeout(org: Orga
     _, sow, first = governed_work(org)
     org.cancel(first.id, PRINCIPAL)
     assignment = org.assign(sow.id, OPERATOR, MASTER, maximum=timedelta(seconds=1))
-    assert org.run_assignment(assignment.id).failure_category == "timeout"
+    receipt = org.run_assignment(assignment.id)
+    assert receipt.failure_category == "timeout"
+    assert "timeout_seconds of its provider, or the maximum of its assignment" in receipt.summary
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,13 @@ def test_only_what_has_run_out_is_left_to_the_supervisor() -> None:
             assert "supervisor" not in assess(observation, NOW).next
 
 
+def test_of_a_stopped_worker_it_is_not_said_that_it_renews() -> None:
+    stopped, silent = seen(Sight.STOPPED), seen(Sight.ALIVE, attempt(silent=301))
+    assert {assess(each, NOW).decision for each in (stopped, silent)} == {Decision.STALLED}
+    assert "its program is ended with its leash, its attempt runs out" in assess(stopped, NOW).then
+    assert assess(silent, NOW).then.startswith("While it renews it goes on")
+
+
 # --- for any combination ----------------------------------------------------------------------------------
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no fault

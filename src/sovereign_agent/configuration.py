@@ -401,7 +401,8 @@ def _in_words(kind: str, message: str) -> tuple[str, str]:
         "union_tag_invalid": ("no such kind of provider is known", f"use one of: {KINDS}"),
         "union_tag_not_found": ("it has no kind", f"add kind = ..., one of: {KINDS}"),
     }
-    return words.get(kind, (message.removeprefix("Value error, "), "correct the value"))
+    said = re.sub(r"^\w+ should ", "it must ", message.removeprefix("Value error, "))
+    return words.get(kind, (said, "correct the value"))
 
 
 def _key_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:

@@ -114,10 +114,10 @@ class ConfigurationFault(SovereignError, ValueError):
     """`sovereign.toml` is missing, unreadable or says what cannot be meant."""
 
 
-def wrong_state(happened: str, why: str, record_id: str) -> IllegalMove:
+def wrong_state(happened: str, why: str, record_id: str, next_command: str = "") -> IllegalMove:
     """The refusal for an act that a record's state does not allow."""
     inspect = f"sovereign-agent inspect {record_id}"
-    return IllegalMove(happened, category="illegal_move", why=why, inspect=inspect)
+    return IllegalMove(happened, category="illegal_move", why=why, inspect=inspect, next_command=next_command)
 
 
 def wrong_length(happened: str, limit: int) -> IllegalMove:

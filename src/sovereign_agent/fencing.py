@@ -204,6 +204,18 @@ def lease_on(connection: Connection, actor_id: str) -> ActorLease | None:
     return from_row(ActorLease, row) if row else None
 
 
+def run_under(connection: Connection, fencing_token: int) -> str | None:
+    """An assignment that runs under a lease's token, the first that was begun; None when no run stands on it."""
+    row = connection.execute(
+        """
+        SELECT assignment_id FROM execution_attempts
+         WHERE actor_lease_fencing_token = ? AND status = 'ACTIVE' ORDER BY fencing_token LIMIT 1
+        """,
+        (fencing_token,),
+    ).fetchone()
+    return str(row[0]) if row else None
+
+
 def expired_actor_leases(db: Database, clock: Clock | None = None, *, limit: int = 1000) -> list[ActorLease]:
     """The leases that have run out and that nobody has taken, the longest over first.
 
@@ -556,13 +568,15 @@ def _is_current(lease: Row | None, process_identity: str, fencing_token: int, no
 def _lease_held(connection: Connection, actor_id: str) -> AlreadyHeld:
     held = lease_on(connection, actor_id)
     assert held  # the statement that was refused has locked it
+    running = run_under(connection, held.fencing_token)
+    act, command = ("cancel that run", f"cancel {running}") if running else ("free it", f"actor free {actor_id}")
     return AlreadyHeld(
         f"Actor {actor_id} was not leased.",
         category="actor_lease_held",
-        why=f"Process {held.process_identity} hosts it until {held.expires_at:%F %T} UTC."
-        " Wait, or free it if that one is gone.",
-        inspect="sovereign-agent actor list",
-        next_command=f"sovereign-agent actor free {actor_id} --by ACTOR",
+        why=f"Process {held.process_identity} hosts it{f' and runs {running}' if running else ''},"
+        f" until {held.expires_at:%F %T} UTC at least. Wait, or {act} if that one is gone.",
+        inspect="sovereign-agent status" if running else "sovereign-agent actor list",
+        next_command=f"sovereign-agent {command} --by ACTOR",
     )
 
 

@@ -247,7 +247,7 @@ def assess(observation: Observation, now: datetime) -> Assessment:
     )
     reasons = tuple(sentence for sentence in grounds if sentence)
     owner = f"{attempt.process_identity}, pid {attempt.process.get('pid', '?')} on {attempt.host or 'an unknown host'}"
-    return Assessment(decision, reasons, owner, attempt.expires_at, *_outlook(decision, attempt))
+    return Assessment(decision, reasons, owner, attempt.expires_at, *_outlook(decision, observation))
 
 
 def _loss(observation: Observation, now: datetime) -> str:
@@ -276,14 +276,17 @@ def _decide(observation: Observation, *, lost: bool, overdue: bool, silent_secon
     return next((decision for fits, decision in table if fits), Decision.WORKING)
 
 
-def _outlook(decision: Decision, attempt: ExecutionAttempt) -> tuple[str, str]:
+def _outlook(decision: Decision, observation: Observation) -> tuple[str, str]:
     """What happens by itself, and what a person may type."""
+    attempt = observation.attempt
     cancel = f"sovereign-agent cancel {attempt.assignment_id} --by ACTOR"
     if decision is Decision.LOST:
         return "Unless it has ended, a supervisor ends it: failed, worker_lost.", "sovereign-agent supervisor --once"
     end = "its attempt runs out, and a supervisor ends it: failed, worker_lost."
     if decision is Decision.SUSPECTED_DEAD:
         return f"Unless it renews, {end}", cancel
+    if observation.evidence.seen is Sight.STOPPED:
+        return f"Unless it is continued in time, its program is ended with its leash, {end}", cancel
     goes_on = f"While it renews it goes on, until {attempt.deadline:%F %T} UTC at the longest; else {end}"
     return goes_on, cancel if decision is Decision.STALLED else ""
 

@@ -256,7 +256,8 @@ class Organization:
     def free_actor(self, actor_id: str, authority_id: str) -> bool:
         """Take an actor's lease from a process that is gone, without waiting for it to run out.
 
-        False, and nothing changed, when nobody holds one, or when it carries a run: `cancel` that first.
+        False, and nothing changed, when nobody holds one. Raises AlreadyHeld (``actor_not_freed``) when it carries a
+        run: `cancel` that first.
         """
         self._authorize(authority_id, "cancel")
         with self.db.immediate() as connection:

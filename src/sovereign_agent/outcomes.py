@@ -78,7 +78,7 @@ def activate_outcome(connection: Connection, outcome_id: str, *, actor: str, now
     """DRAFT -> ACTIVE. Raises IllegalMove from any other state."""
     moved = connection.execute("UPDATE outcomes SET state = 'ACTIVE' WHERE id = ? AND state = 'DRAFT'", (outcome_id,))
     if moved.rowcount != 1:
-        raise illegal_move("outcome", outcome_id, get_outcome(connection, outcome_id).state, OutcomeState.ACTIVE)
+        raise illegal_move(get_outcome(connection, outcome_id), OutcomeState.ACTIVE)
     journal.record(connection, "outcome.activated", outcome_id, actor=actor, at=now)
 
 
@@ -124,7 +124,7 @@ def accept_outcome(
     """READY -> ACCEPTED, with its acceptance. Raises IllegalMove from any other state."""
     moved = connection.execute("UPDATE outcomes SET state = 'ACCEPTED' WHERE id = ? AND state = 'READY'", (outcome_id,))
     if moved.rowcount != 1:
-        raise illegal_move("outcome", outcome_id, get_outcome(connection, outcome_id).state, OutcomeState.ACCEPTED)
+        raise illegal_move(get_outcome(connection, outcome_id), OutcomeState.ACCEPTED)
     connection.execute(
         "INSERT INTO acceptances (outcome_id, accepter_id, detail, created_at) VALUES (?, ?, ?, ?)",
         (outcome_id, accepter, journal.to_json(detail), micros(now)),
@@ -143,7 +143,7 @@ def cancel_outcome(connection: Connection, outcome_id: str, *, actor: str, now: 
         (outcome_id, outcome_id),
     )
     if canceled.rowcount != 1:
-        raise illegal_move("outcome", outcome_id, get_outcome(connection, outcome_id).state, OutcomeState.CANCELED)
+        raise illegal_move(get_outcome(connection, outcome_id), OutcomeState.CANCELED)
     journal.record(connection, "outcome.canceled", outcome_id, actor=actor, at=now)
 
 
@@ -206,7 +206,7 @@ def move_sow(
         ).fetchone()
     )
     if not moved:
-        raise illegal_move("sow", sow_id, get_sow(connection, sow_id).state, to)
+        raise illegal_move(get_sow(connection, sow_id), to)
     detail = {"from": before.value, "to": to.value}
     journal.record(connection, f"sow.{to.value.lower()}", sow_id, actor=actor, at=now, detail=detail)
     if before in TURNING_SOW_STATES or to in TURNING_SOW_STATES:
@@ -268,8 +268,7 @@ def start_assignment(
         (attempt_id, assignment_id, actor_id),
     ).fetchone()
     if started is None:
-        state = get_assignment(connection, assignment_id).state
-        raise illegal_move("assignment", assignment_id, state, AssignmentState.RUNNING)
+        raise illegal_move(get_assignment(connection, assignment_id), AssignmentState.RUNNING)
     move_sow(connection, started["sow_id"], (SowState.ASSIGNED,), SowState.RUNNING, actor=actor_id, now=now)
     _record_running(connection, assignment_id, actor_id, attempt_id, now)
 
@@ -286,8 +285,7 @@ def hand_over_assignment(
         (attempt_id, assignment_id, actor_id, lost_attempt),
     )
     if moved.rowcount != 1:
-        state = get_assignment(connection, assignment_id).state
-        raise illegal_move("assignment", assignment_id, state, AssignmentState.RUNNING)
+        raise illegal_move(get_assignment(connection, assignment_id), AssignmentState.RUNNING)
     _record_running(connection, assignment_id, actor_id, attempt_id, now)
 
 
@@ -431,23 +429,47 @@ def reviewers_on(connection: Connection, outcome_id: str) -> set[str]:
 # --- refusals ---------------------------------------------------------------------------------------------
 
 
-KINDS = {"out": "an outcome", "sow": "a statement of work", "asg": "an assignment", "att": "an attempt"}
+NOUNS = {"out": "outcome", "sow": "statement of work", "asg": "assignment", "att": "attempt", "msg": "message"}
+"""What the records are called, by the beginnings of their ids."""
+
+NEXT: dict[str, str] = {
+    SowState.READY: "assign {} ACTOR",
+    SowState.COMPLETED: "verify {}",
+    SowState.VERIFIED: "review {}",
+    SowState.BLOCKED: "ruling decide {} --decision TEXT",
+    SowState.FAILED: "assign {} ACTOR",
+    SowState.REJECTED: "assign {} ACTOR",
+}
+"""What a statement of work in each state asks for, where that is one thing."""
+
+
+def next_command(sow_id: str, state: str) -> str:
+    """What to type next about a statement of work in that state, or whose assignment is; empty if that is open."""
+    return f"sovereign-agent {NEXT[state].format(sow_id)} --by ACTOR" if state in NEXT else ""
 
 
 def there(row: Row | None, kind: str, record_id: str) -> Row:
     """The row that was looked for. Raises Refusal for an id that names nothing, or nothing of that kind."""
     if row is not None:
         return row
-    other = KINDS.get(record_id.partition("_")[0])
+    noun = NOUNS["sow"] if kind == "sow" else kind
+    other = NOUNS.get(record_id.partition("_")[0], noun)
     raise Refusal(
-        f"There is no {kind} {record_id}.",
+        f"There is no {noun} {record_id}.",
         category=f"{kind}_missing",
-        why=f"No {kind} of this ledger has that id{f', which is the form of {other}' if other else ''}.",
+        why=f"No {noun} of this ledger has that id{f': it has the form of another kind, {other}' * (other != noun)}.",
         inspect="sovereign-agent status",
     )
 
 
-def illegal_move(kind: str, record_id: str, state: str, to: str) -> IllegalMove:
+def illegal_move(record: Outcome | Sow | Assignment, to: str) -> IllegalMove:
     """The refusal for a move that a record's state does not allow."""
-    why = f"It is {state}, or another process moved it in this moment."
-    return wrong_state(f"{kind.capitalize()} {record_id} cannot become {to}.", why, record_id)
+    why = f"It is {record.state}, or another process moved it in this moment."
+    match record:
+        case Outcome():
+            noun, following = "Outcome", ""
+        case Sow():
+            noun, following = "Statement of work", next_command(record.id, record.state)
+        case Assignment():
+            noun, following = "Assignment", next_command(record.sow_id, record.state)
+    return wrong_state(f"{noun} {record.id} cannot become {to}.", why, record.id, following)

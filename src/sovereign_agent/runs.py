@@ -394,15 +394,28 @@ def revoke(connection: Connection, assignment: Assignment, actor_id: str, *, now
         by=actor_id,
         now=now,
     ):
-        raise outcomes.illegal_move("assignment", assignment.id, assignment.state, to)
+        raise outcomes.illegal_move(assignment, to)
     fencing.release_lease(connection, attempt.actor_id, attempt.process_identity, attempt.actor_lease_fencing_token)
 
 
 def free(connection: Connection, actor_id: str, authority_id: str, *, now: datetime) -> bool:
-    """Take an actor's lease from whoever holds it. False, and nothing changed, while it carries a run."""
+    """Take an actor's lease from whoever holds it. False when nobody does.
+
+    Raises AlreadyHeld (``actor_not_freed``) while it carries a run.
+    """
+    fencing.lock_lease(connection, actor_id)  # nobody begins a run under it from now on
     held = fencing.lease_on(connection, actor_id)
-    if not held or not fencing.release_lease(connection, actor_id, held.process_identity, held.fencing_token):
+    if held is None:
         return False
+    if running := fencing.run_under(connection, held.fencing_token):
+        raise AlreadyHeld(
+            f"{actor_id} was left as it is.",
+            category="actor_not_freed",
+            why=f"It carries a run of {running}, which has to be canceled first.",
+            inspect=f"sovereign-agent inspect {running}",
+            next_command=f"sovereign-agent cancel {running} --by ACTOR",
+        )
+    fencing.release_lease(connection, actor_id, held.process_identity, held.fencing_token)
     detail = {"process_identity": held.process_identity, "fencing_token": held.fencing_token}
     journal.record(connection, "actor.freed", actor_id, actor=authority_id, at=now, detail=detail)
     return True

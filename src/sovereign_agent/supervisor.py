@@ -61,7 +61,8 @@ PENDING_SHOWN = 100
 class SupervisorReport:
     """What one tick saw and did. `problems` are sentences about rows and folders it could not deal with.
 
-    `reclaim_pending` are the first ended attempts whose folder lies on another host, for a supervisor there.
+    `reclaim_pending` are the first ended attempts whose folder lies on another host, for a supervisor there;
+    `folders_dealt_with` counts those of this host that no later tick needs to look at.
     """
 
     expired_actor_leases: tuple[ActorLease, ...]
@@ -69,6 +70,7 @@ class SupervisorReport:
     recovered_assignments: tuple[str, ...]
     problems: tuple[str, ...] = ()
     reclaim_pending: tuple[str, ...] = ()
+    folders_dealt_with: int = 0
 
 
 def tick(org: Organization, clock: Clock | None = None) -> SupervisorReport:
@@ -77,12 +79,13 @@ def tick(org: Organization, clock: Clock | None = None) -> SupervisorReport:
     leases = _unless_broken(lambda: fencing.expired_actor_leases(org.db, clock), "leases", problems)
     swept = _unless_broken(lambda: relay.sweep_expired_claims(org.db, clock), "mailbox claims", problems)
     recovered = _recover(org, clock, problems)
-    pending = _apply_workspace_policies(org, problems)
+    pending, folders = _apply_workspace_policies(org, problems)
     problems += [
         f"Assignment {one} is RUNNING without an ACTIVE attempt." for one in fencing.orphans(org.db.connection)
     ]
     ended = tuple(receipt.assignment_id for receipt in recovered)
-    return SupervisorReport(tuple(leases), tuple(swept), ended, tuple(problems), tuple(pending[:PENDING_SHOWN]))
+    shown = tuple(pending[:PENDING_SHOWN])
+    return SupervisorReport(tuple(leases), tuple(swept), ended, tuple(problems), shown, folders)
 
 
 def recover_abandoned_assignments(org: Organization, clock: Clock | None = None) -> tuple[Receipt, ...]:
@@ -199,12 +202,12 @@ def _recover_together(org: Organization, batch: Batch, clock: Clock | None) -> l
     return won
 
 
-def _apply_workspace_policies(org: Organization, problems: list[str]) -> list[str]:
-    """Deal with every ended run's folder on this host that nobody has dealt with; name those on other hosts.
+def _apply_workspace_policies(org: Organization, problems: list[str]) -> tuple[list[str], int]:
+    """Deal with every ended run's folder on this host, and count those; name those on other hosts.
 
     After a recovery, a cancellation, or a worker's death between its terminal write and its clean-up.
     """
-    last, here, pending = "", ("", socket.gethostname()), list[str]()
+    last, here, pending, folders = "", ("", socket.gethostname()), list[str](), 0
     while page := fencing.attempts_to_reclaim(org.db.connection, after=last, limit=RECOVERY_BATCH):
         pending += [attempt_id for attempt_id, _, host in page if host not in here]
         dealt_with = [
@@ -215,8 +218,8 @@ def _apply_workspace_policies(org: Organization, problems: list[str]) -> list[st
         with org.db.transaction() as connection:
             for attempt_id in dealt_with:
                 fencing.close_workspace(connection, attempt_id)
-        last = page[-1][0]
-    return pending
+        last, folders = page[-1][0], folders + len(dealt_with)
+    return pending, folders
 
 
 def _deal_with_folder(org: Organization, attempt_id: str, policy: str, problems: list[str]) -> bool:

@@ -51,8 +51,7 @@ def free(actor: ActorId, *, by: By, root: Root = HERE, json: Json = False) -> No
         raise Refusal(
             f"{actor} was left as it is.",
             category="actor_not_freed",
-            why="Nobody holds a lease on it, or the lease carries a run, which has to be canceled first.",
-            inspect="sovereign-agent status",
-            next_command="sovereign-agent cancel ASSIGNMENT --by ACTOR",
+            why="Nobody holds a lease on it.",
+            inspect="sovereign-agent actor list",
         )
     answer({"actor": actor, "freed": freed, "by": by}, entry(f"{actor} is free."), as_json=json)

@@ -17,19 +17,23 @@ from pathlib import Path
 
 import psutil
 
-from sovereign_agent import assistant_service, configuration, fencing, liveness, relay
+from sovereign_agent import assistant_service, configuration, fencing, liveness, outcomes, relay, runs
 from sovereign_agent.clock import LAST_MICROS, moment
 from sovereign_agent.commands.printing import plain
 from sovereign_agent.configuration import AgentSettings, CommandSettings, ProviderSettings, ScriptedSettings, Settings
 from sovereign_agent.database import authority, driver_versions
-from sovereign_agent.errors import ConfigurationFault, SovereignError
+from sovereign_agent.errors import ConfigurationFault, ProviderFault, SovereignError
 from sovereign_agent.organization import Organization
+from sovereign_agent.providers import account
+from sovereign_agent.records import STUCK_SOW_STATES, SowState
 
 WAL_WARNING_BYTES = 64 * 2**20
 LOOKED_AT = 10_000
 """How many leases, attempts, claims and folders are looked at, each."""
 WORKERS_JUDGED = 200
 """How many running attempts are judged, those that run out first."""
+OUTCOMES_LOOKED_AT = 100
+"""How many open outcomes are searched for parked work, the oldest."""
 HEALTHY = (liveness.Decision.WORKING, liveness.Decision.QUIET)
 RECONCILE = "sovereign-agent supervisor --once"
 RUN_FOLDER = Path(".sovereign", "runs", "any")
@@ -84,16 +88,29 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _providers(root: Path, settings: Settings) -> Iterator[Finding]:
-    """Whether the program of each provider is there, as a run would look for it: from the folder of a run."""
+    """Whether the program of each provider is there, as a run would look for it, and so is the user it runs as."""
     for name, provider in settings.providers.items():
         program = _program(provider)
         place = os.path.normpath(root.resolve() / RUN_FOLDER / program) if "/" in program else program
         found = shutil.which(place)
-        if found:
-            yield Finding("provider", Verdict.OK, f"{name}: {found}")
-        else:
+        if not found:
             mend = f"install it, or correct [providers.{name}] in sovereign.toml"
             yield Finding("provider", Verdict.WARN, f"{name}: no program {program} can be run", mend)
+        elif fault := _no_account(provider):
+            yield Finding("provider", Verdict.WARN, f"{name}: {fault}", fault.next_command)
+        else:
+            yield Finding("provider", Verdict.OK, f"{name}: {found}")
+
+
+def _no_account(provider: ProviderSettings) -> ProviderFault | None:
+    """Why this process could not run a provider's program as the user that it asks for."""
+    if isinstance(provider, ScriptedSettings) or not provider.run_as:
+        return None
+    try:
+        account.find(provider.run_as)
+    except ProviderFault as fault:
+        return fault
+    return None
 
 
 def _program(provider: ProviderSettings) -> str:
@@ -130,6 +147,7 @@ def _ledger(org: Organization) -> Iterator[Finding]:
         harmless = kind == "leases" or not run_out  # a lease that has run out is free to take, and nothing waits for it
         yield Finding(kind, Verdict.OK, told) if harmless else Finding(kind, Verdict.WARN, told, RECONCILE)
     yield from _workers(org, now)
+    yield from _parked(org)
     yield _clock([one for those in held.values() for one in those if one.expires_at > now + 2 * one.ttl])
     yield from _workspaces(org)
 
@@ -143,6 +161,20 @@ def _workers(org: Organization, now: datetime) -> Iterator[Finding]:
             yield Finding(
                 "worker", Verdict.WARN, found, told.next or f"sovereign-agent inspect {attempt.assignment_id}"
             )
+
+
+def _parked(org: Organization) -> Iterator[Finding]:
+    """The work that nobody may be given before somebody has ruled on it, if there is any."""
+    connection = org.db.connection
+    parked = [
+        sow.id
+        for outcome in outcomes.open_outcomes(connection, limit=OUTCOMES_LOOKED_AT)
+        for sow in outcomes.sows_of(connection, outcome.id)
+        if sow.state in STUCK_SOW_STATES and runs.losses_that_park(connection, sow.id, org.settings.authority)
+    ]
+    if parked:
+        found = f"{len(parked)} waiting for a ruling, after the loss of too many workers: {', '.join(parked[:5])}"
+        yield Finding("parked", Verdict.WARN, found, outcomes.next_command(parked[0], SowState.BLOCKED))
 
 
 def _workspaces(org: Organization) -> Iterator[Finding]:

@@ -59,6 +59,7 @@ def _line(report: SupervisorReport) -> str:
         "recovered": report.recovered_assignments,
         "claims given back": report.swept_mailbox_claims,
         "leases run out": [lease.actor_id for lease in report.expired_actor_leases],
+        "folders dealt with": [str(report.folders_dealt_with)] * bool(report.folders_dealt_with),
         "folders left to other hosts": report.reclaim_pending,
         "problems": report.problems,
     }

@@ -10,17 +10,18 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, cast
 
-from sovereign_agent import fencing, journal, liveness, outcomes
+from sovereign_agent import fencing, journal, liveness, outcomes, runs
 from sovereign_agent.commands.printing import entry, to_json
 from sovereign_agent.database import Connection
 from sovereign_agent.errors import Refusal
 from sovereign_agent.journal import Record
 from sovereign_agent.liveness import Assessment
 from sovereign_agent.organization import Organization
-from sovereign_agent.records import Assignment, Event, ExecutionAttempt, Message, Outcome, Receipt, Sow
+from sovereign_agent.records import Assignment, Event, ExecutionAttempt, Message, Outcome, Receipt, Sow, SowState
 
 CANDIDATES_SHOWN = 5
 OUTCOMES_SHOWN = 100
+STUCK = (SowState.FAILED, SowState.BLOCKED)
 ID = re.compile(r"[a-z]{3}_[0-9a-f]{0,32}")
 
 Document = dict[str, Any]
@@ -76,9 +77,11 @@ def status(org: Organization) -> Document:
             "sows": [
                 {
                     "sow": sow,
-                    "assignments": [_with_liveness(org, each) for each in outcomes.assignments_of(connection, sow.id)],
+                    "assignments": [_with_liveness(org, each) for each in tries],
+                    "stuck": _stuck(org, sow, tries),
                 }
                 for sow in outcomes.sows_of(connection, outcome.id)
+                for tries in [outcomes.assignments_of(connection, sow.id)]
             ],
         }
         for outcome in open_outcomes[:OUTCOMES_SHOWN]
@@ -98,9 +101,36 @@ def status_text(document: Document) -> str:
                 lines.append(entry("{state:<9} {id}  {actor_id}".format_map(assignment), indent=4))
                 if told := assignment["liveness"]:
                     lines.append(liveness_text(told, indent=6))
+            if stuck := part["stuck"]:
+                lines.append(_stuck_text(stuck, indent=6))
     if document["more"]:
         lines.append(entry(f"and more: these are the {OUTCOMES_SHOWN} oldest."))
     return "\n".join(lines) or entry(f"{document['organization']} has no open outcome.")
+
+
+def _stuck(org: Organization, sow: Sow, tries: Sequence[Assignment]) -> Document | None:
+    """How the newest assignment of failed or blocked work ended, and what the work waits for; None for other work."""
+    connection = org.db.connection
+    receipts = journal.receipts_of(connection, tries[-1].id) if tries and sow.state in STUCK else []
+    if not receipts:
+        return None
+    receipt = receipts[-1]
+    lost = runs.losses_that_park(connection, sow.id, org.settings.authority)
+    return {
+        "status": receipt.status,
+        "failure_category": receipt.failure_category,
+        "question": receipt.detail.get("question"),
+        "parked": lost,
+        "next": outcomes.next_command(sow.id, SowState.BLOCKED if lost else sow.state),
+    }
+
+
+def _stuck_text(stuck: Document, *, indent: int) -> str:
+    lost = stuck["parked"]
+    waits = f"for a ruling: {len(lost)} workers were lost over it" if lost else ""
+    facts = [("asks", stuck["question"]), ("waits", waits), ("next", stuck["next"])]
+    category = f" ({stuck['failure_category']})" if stuck["failure_category"] else ""
+    return entry(f"{'parked: ' if lost else ''}{stuck['status']}{category}", facts, indent=indent)
 
 
 def _line(record: Outcome | Sow, *, indent: int = 0) -> str:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sovereign_agent.commands.options import HERE, ActorId, AssignmentId, By, Json, OutcomeId, Root, SowId, opened
 from sovereign_agent.commands.printing import answer, entry
+from sovereign_agent.errors import SovereignError
 
-NEXT = {"completed": "verify {}", "blocked": "ruling decide {} --decision TEXT", "failed": "assign {} ACTOR"}
-"""What a receipt of each status asks for, about its statement of work."""
+if TYPE_CHECKING:
+    from sovereign_agent.organization import Organization
+
+
+class Interrupted(SovereignError, KeyboardInterrupt):
+    """A run was interrupted, and this is what is recorded of it."""
 
 
 def plan(
@@ -69,12 +75,18 @@ def run(assignment: AssignmentId, *, root: Root = HERE, json: Json = False) -> N
     """
     from sovereign_agent import outcomes
     from sovereign_agent.commands.waiting import waiting
-    from sovereign_agent.records import ReceiptStatus
+    from sovereign_agent.records import AFTER_RECEIPT, ReceiptStatus
     from sovereign_agent.supervisor import first_signal_interrupts
 
     with first_signal_interrupts(), opened(root) as org:
-        with waiting(org, assignment):
-            receipt = org.run_assignment(assignment)
+        try:
+            with waiting(org, assignment):
+                receipt = org.run_assignment(assignment)
+        except KeyboardInterrupt as interrupt:
+            told = interrupt
+            with suppress(SovereignError):  # a ledger that cannot be asked makes it no less an interruption
+                told = _interrupted(org, assignment)
+            raise told from None
         sow = outcomes.get_assignment(org.db.connection, assignment).sow_id
     failure = f" ({receipt.failure_category})" if receipt.failure_category else ""
     facts = [
@@ -84,10 +96,27 @@ def run(assignment: AssignmentId, *, root: Root = HERE, json: Json = False) -> N
         ("receipt", receipt.id),
         ("files", ", ".join(str(file["name"]) for file in receipt.detail.get("deliverables", []))),
         ("look", f"sovereign-agent inspect {assignment}"),
-        ("next", f"sovereign-agent {NEXT[receipt.status].format(sow)} --by ACTOR"),
+        ("next", outcomes.next_command(sow, AFTER_RECEIPT[receipt.status][1])),
     ]
     answer(receipt, entry(f"Assignment {assignment} is {receipt.status}{failure}.", facts), as_json=json)
     raise typer.Exit(0 if receipt.status is ReceiptStatus.COMPLETED else 1)
+
+
+def _interrupted(org: Organization, assignment_id: str) -> Interrupted:
+    """What the ledger says of a run whose process was interrupted, whenever that was. Raises as reading does."""
+    from sovereign_agent import journal, outcomes
+
+    connection = org.db.connection
+    assignment = outcomes.get_assignment(connection, assignment_id)
+    receipts = [] if assignment.current_execution_attempt else journal.receipts_of(connection, assignment_id)
+    category = f" ({receipts[-1].failure_category})" if receipts and receipts[-1].failure_category else ""
+    return Interrupted(
+        f"Interrupted. Assignment {assignment_id} is {assignment.state}{category}.",
+        category="interrupted",
+        why=f"Receipt {receipts[-1].id}: {receipts[-1].summary}" if receipts else "No end of a run is recorded.",
+        inspect=f"sovereign-agent inspect {assignment_id}",
+        next_command=outcomes.next_command(assignment.sow_id, assignment.state),
+    )
 
 
 def cancel(

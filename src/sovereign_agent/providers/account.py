@@ -64,7 +64,7 @@ def hand_over(workspace: Workspace, account: Account) -> None:
 
 def _fault(run_as: str, why: str) -> ProviderFault:
     return ProviderFault(
-        f"No program was started as {run_as!r}: {why}.",
+        f"No program can be started as {run_as!r}: {why}.",
         category="capability_refusal",
         why="A program that should run as another user is not run as this one instead.",
         inspect="sovereign.toml, run_as in [providers]",

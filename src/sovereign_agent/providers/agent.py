@@ -147,7 +147,7 @@ def probe(dialect: Dialect, settings: AgentSettings, workspace: Workspace, varia
     if key in cache:
         return cache[key]
     helped, shown = _ask([program, *dialect.verb, "--help"], "help", settings, workspace, variables)
-    if wrong := process.seen(helped):
+    if wrong := process.seen(helped, limit=f"{PROBE_SECONDS:g} seconds"):
         reasons = ["it did not show its help.", *wrong.values(), shown.strip()[-500:]]
         raise _refusal(settings, dialect, " ".join(reasons).strip())
     asked, banner = _ask([program, "--version"], "version", settings, workspace, variables)

@@ -45,6 +45,7 @@ AFTER_RESULT_SECONDS = 5.0
 PATIENCE_SECONDS = 10.0
 """How long beyond the grace a guardian has to do what it was told, before it is taken for lost."""
 
+RUN_LIMIT = "the timeout_seconds of its provider, or the maximum of its assignment if that is shorter"
 PASSED_ON = ("PATH", "HOME", "LANG", "TZ", "TMPDIR")
 
 
@@ -105,11 +106,11 @@ class Ending:
         }
 
 
-def seen(ending: Ending) -> dict[str, str]:
-    """The failure category in how a program ended, in a sentence; none for a good end."""
+def seen(ending: Ending, *, limit: str = RUN_LIMIT) -> dict[str, str]:
+    """The failure category in how a program ended, in a sentence; none for a good end. `limit` names its time."""
     after = f"after {ending.duration_seconds:.1f} seconds"
     reasons = {
-        "timeout": f"It was still running {after} and was ended.",
+        "timeout": f"It was still running {after} and was ended: its limit was {limit}.",
         "idle_timeout": f"It had fallen silent and was ended {after}.",
         "line_too_long": f"It wrote a line without end and was ended {after}.",
         "lease_lost": f"The authority that it worked under was lost {after}, so it was ended.",
@@ -124,7 +125,7 @@ def seen(ending: Ending) -> dict[str, str]:
         return {"nonzero_exit": f"It ended with exit code {ending.exit_code}."}
     if ending.signal is not None:
         return {"killed": f"It was ended from outside, by signal {ending.signal} ({strsignal(ending.signal)})."}
-    return {"killed": "Its guardian was lost, so how it ended is unknown, and what survived it."}
+    return {"killed": "How it ended is unknown."}
 
 
 class Leash:
@@ -423,7 +424,7 @@ class _Watch:
             exit_code=status if status is not None and status >= 0 else None,
             signal=-status if status is not None and status < 0 else None,
             ended_by=self.answer.get("ended_by", unseen),
-            survivors=tuple(self.answer.get("survivors", ["unknown: its guardian was lost"])),
+            survivors=tuple(self.answer.get("survivors", ["unknown, because its guardian was lost"])),
             duration_seconds=self._ended - self._started,
             stdout=self._captures[self._stdout],
             stderr=self._captures[self._stderr],
