@@ -330,6 +330,26 @@ def test_hazard_96_a_whole_disk_that_came_back_opens_unnoticed_and_a_new_epoch_r
     db.close()
 
 
+def test_of_new_epochs_at_one_barrier_the_last_has_ledger_and_marker(db: Database, location: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        another = location.open(patience=timedelta(seconds=0.2), authority_required=False)
+        told: list[str] = []
+        write = authority.write_marker
+
+        def meet(path: Path, epoch: str) -> None:
+            patch.setattr(authority, "write_marker", write)
+            told.append(answer(assistant_service.new_epoch, another, "me", "at the same time"))
+            write(path, epoch)
+
+        patch.setattr(authority, "write_marker", meet)
+        epoch = assistant_service.new_epoch(db, "me", "why")
+        assert told == ["ledger_busy"]
+        assert epoch_of(another) == read_marker(db.authority) == epoch
+        assert answer(assistant_service.new_epoch, another, "me", "after it") == "done"
+        assert epoch_of(db) == read_marker(db.authority) != epoch
+        another.close()
+
+
 def test_another_host_must_adopt_a_new_epoch_and_one_without_another_host_cannot(
     db: Database, location: Any, engine: str, tmp_path: Path
 ) -> None:
