@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -131,6 +132,21 @@ def test_hazard_98_a_full_disk_leaves_nothing_under_the_backups_name(
         assert in_a_fresh_process(_backup_on_a_full_disk, location, folder / "b", limit) == "ledger_unavailable"
         assert list(folder.iterdir()) == []
     assert in_a_fresh_process(_backup_on_a_full_disk, location, folder / "b", 2 * size) == "done"
+
+
+def test_a_backup_whose_name_may_not_outlive_a_power_cut_has_no_name(
+    db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite_backup, "_sync", fail)
+        with pytest.raises(OSError, match="Input/output error"):
+            assistant_service.backup(db, tmp_path / "b")
+    assert not list(tmp_path.glob("*b*"))
+    assert answer(assistant_service.backup, db, tmp_path / "b") == "done"
 
 
 # --- what is no backup ------------------------------------------------------------------------------------
@@ -636,7 +652,8 @@ def _before(act: Callable[..., Any], first: Callable[[], Any]) -> Callable[..., 
 
 
 def _die_with_an_empty_copy(root: Path) -> None:
-    setattr(sqlite_backup, "_make_empty", _and_then(sqlite_backup._make_empty, lambda: os.kill(os.getpid(), 9)))  # noqa: B010
+    real = getattr(sqlite_backup, "_make_empty")  # noqa: B009
+    setattr(sqlite_backup, "_make_empty", _and_then(real, lambda: os.kill(os.getpid(), signal.SIGKILL)))  # noqa: B010
     assistant_service.roll_back_restore(Database(root / LEDGER_NAME, create=False, authority_required=False))
 
 
