@@ -98,6 +98,13 @@ def test_the_same_origin_with_other_content_is_refused(db: Database, other: dict
     assert work.enqueue(db, "mail:1", **content) == first
 
 
+def test_a_misspelt_wish_for_an_item_is_refused_and_not_dropped(db: Database) -> None:
+    misspelt: Any = {"availble_after": 60}
+    assert answer(work.enqueue, db, "origin", "session", "prompt", **misspelt) == "out_of_bounds"
+    assert work.open_work(db.connection) == []
+    assert answer(work.enqueue, db, "origin", "session", "prompt", available_after=60) == "done"
+
+
 def test_a_batch_is_queued_whole_in_its_order_and_again_changes_nothing(db: Database) -> None:
     batch = [(f"mail:{n}", f"session {n}", PROMPT) for n in range(100)]
     ids = work.enqueue_many(db, batch, role="night", now=NOW)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -328,6 +329,39 @@ def test_hazard_96_a_whole_disk_that_came_back_opens_unnoticed_and_a_new_epoch_r
     assistant_service.new_epoch(db, "principal", "the disk was put back")
     assert answer(finish, db, attempt, clock) == "actor_lease_lost"
     db.close()
+
+
+def test_hazard_91_no_clock_that_is_set_back_renews_an_attempt_beyond_its_revocation(
+    db: Database, clock: ManualClock
+) -> None:
+    attempt, revoked_at = run_of(db, clock), clock()
+    assert renew_attempt(db, attempt, clock).expires_at > revoked_at
+    assistant_service.new_epoch(db, "me", "why")
+    clock.set(revoked_at - timedelta(seconds=5))
+    with suppress(AuthorityLost):
+        renew_attempt(db, attempt, clock)
+    clock.set(revoked_at)
+    assert [one.id for one in fencing.expired_execution_attempts(db, clock)] == [attempt.id]
+
+
+def test_of_new_epochs_at_one_barrier_the_last_has_ledger_and_marker(db: Database, location: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        another = location.open(patience=timedelta(seconds=0.2), authority_required=False)
+        told: list[str] = []
+        write = authority.write_marker
+
+        def meet(path: Path, epoch: str) -> None:
+            patch.setattr(authority, "write_marker", write)
+            told.append(answer(assistant_service.new_epoch, another, "me", "at the same time"))
+            write(path, epoch)
+
+        patch.setattr(authority, "write_marker", meet)
+        epoch = assistant_service.new_epoch(db, "me", "why")
+        assert told == ["ledger_busy"]
+        assert epoch_of(another) == read_marker(db.authority) == epoch
+        assert answer(assistant_service.new_epoch, another, "me", "after it") == "done"
+        assert epoch_of(db) == read_marker(db.authority) != epoch
+        another.close()
 
 
 def test_another_host_must_adopt_a_new_epoch_and_one_without_another_host_cannot(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -131,6 +132,21 @@ def test_hazard_98_a_full_disk_leaves_nothing_under_the_backups_name(
         assert in_a_fresh_process(_backup_on_a_full_disk, location, folder / "b", limit) == "ledger_unavailable"
         assert list(folder.iterdir()) == []
     assert in_a_fresh_process(_backup_on_a_full_disk, location, folder / "b", 2 * size) == "done"
+
+
+def test_a_backup_whose_name_may_not_outlive_a_power_cut_has_no_name(
+    db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite_backup, "_sync", fail)
+        with pytest.raises(OSError, match="Input/output error"):
+            assistant_service.backup(db, tmp_path / "b")
+    assert not list(tmp_path.glob("*b*"))
+    assert answer(assistant_service.backup, db, tmp_path / "b") == "done"
 
 
 # --- what is no backup ------------------------------------------------------------------------------------
@@ -456,7 +472,8 @@ def test_hazard_100_one_that_stops_just_before_the_copy_ends_it_in_time_and_it_c
     with child(holding_when_told, location) as (process, pipe):
         heard(pipe)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(authority, "write_marker", _and_then(authority.write_marker, lambda: _hold(process, pipe)))
+            stop = _and_then(getattr(assistant_service, "_point_marker"), lambda: _hold(process, pipe))  # noqa: B009
+            patch.setattr(assistant_service, "_point_marker", stop)
             begun = time.monotonic()
             with pytest.raises(Contention) as error:
                 assistant_service.restore(impatient, source)
@@ -612,6 +629,100 @@ def test_a_rollback_that_lost_its_image_still_brings_back_what_was_there(
     assert subjects(db) == ["kept", "later"]
     assert journal.latest_events(db.connection)[-1].kind == "authority.rolled_back"
     location.open().close()
+
+
+# --- two who finish, or undo, at once ---------------------------------------------------------------------
+
+
+def _unfinished(location: Any, tmp_path: Path, step: str, when: str = "after") -> Database:
+    """A ledger whose restore died at that step, as the one who finishes or undoes it opens it."""
+    db = location.open()
+    source = backed_up(db, tmp_path)
+    db.close()
+    assert killed_in_a_process(_die_at, step, when, "restore", location.root, source)
+    return Database(location.root / LEDGER_NAME, create=False, authority_required=False)
+
+
+def _before(act: Callable[..., Any], first: Callable[[], Any]) -> Callable[..., Any]:
+    def both(*args: Any, **options: Any) -> Any:
+        first()
+        return act(*args, **options)
+
+    return both
+
+
+def _die_with_an_empty_copy(root: Path) -> None:
+    real = getattr(sqlite_backup, "_make_empty")  # noqa: B009
+    setattr(sqlite_backup, "_make_empty", _and_then(real, lambda: os.kill(os.getpid(), signal.SIGKILL)))  # noqa: B010
+    assistant_service.roll_back_restore(Database(root / LEDGER_NAME, create=False, authority_required=False))
+
+
+def test_who_rolls_back_puts_his_own_copy_into_the_ledger_and_no_other(
+    location: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db = _unfinished(location, tmp_path, "the content")
+    another = lambda: killed_in_a_process(_die_with_an_empty_copy, location.root)  # noqa: E731
+    monkeypatch.setattr(assistant_service, "_put", _before(getattr(assistant_service, "_put"), another))  # noqa: B009
+    assert answer(assistant_service.roll_back_restore, db) == "done"
+    assert subjects(db) == ["kept", "later"]
+    assert not list(db.path.parent.glob("*.back"))
+    db.close()
+    location.open().close()
+
+
+def test_a_rollback_that_a_finish_has_overtaken_does_not_say_that_it_was_one(
+    location: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db = _unfinished(location, tmp_path, "the marker")
+    finish = lambda: killed_in_a_process(_die_at, "the content", "after", "finish_restore", location.root)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(assistant_service, "_close", _before(getattr(assistant_service, "_close"), finish))  # noqa: B009
+        assert answer(assistant_service.roll_back_restore, db) == "control_overtaken"
+    assert (subjects(db), answer(location.open)) == (["kept"], "restore_unfinished")
+    assert answer(assistant_service.roll_back_restore, db) == "done"
+    assert subjects(db) == ["kept", "later"]
+    db.close()
+
+
+def test_a_finish_that_a_rollback_has_overtaken_leaves_the_marker_alone(
+    location: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db = _unfinished(location, tmp_path, "the pause")
+    undo, point = lambda: _go_on(location.root, "roll_back_restore"), getattr(assistant_service, "_point_marker")  # noqa: B009
+    monkeypatch.setattr(assistant_service, "_point_marker", _before(point, undo))
+    assert answer(assistant_service.finish_restore, db) == "control_overtaken"
+    assert subjects(db) == ["kept", "later"]
+    db.close()
+    location.open().close()
+
+
+def test_a_rollback_without_its_safety_copy_is_refused_once_the_content_is_replaced(
+    location: Any, tmp_path: Path
+) -> None:
+    db = _unfinished(location, tmp_path, "the content")
+    (safety_copy,) = db.path.parent.glob("*.before")
+    safety_copy.rename(tmp_path / "elsewhere")
+    assert answer(assistant_service.roll_back_restore, db) == "safety_copy_missing"
+    assert (subjects(db), answer(location.open)) == (["kept"], "restore_unfinished")
+    (tmp_path / "elsewhere").rename(safety_copy)
+    assert answer(assistant_service.roll_back_restore, db) == "done"
+    assert subjects(db) == ["kept", "later"]
+    db.close()
+
+
+def test_a_restore_interrupted_just_after_it_has_begun_can_be_finished(
+    db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    source = backed_up(db, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(assistant_service, "_mark", _and_then(getattr(assistant_service, "_mark"), interrupt))  # noqa: B009
+        with pytest.raises(KeyboardInterrupt):
+            assistant_service.restore(db, source)
+    assert answer(assistant_service.finish_restore, db) == "done"
+    assert subjects(db) == ["kept"]
 
 
 @pytest.mark.parametrize("engine", ["postgresql"])

@@ -18,6 +18,7 @@ On PostgreSQL its own tools make and restore backups, and `new_epoch` does the r
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -133,7 +134,9 @@ def new_epoch(db: Database, actor: str, reason: str) -> str:
         _begin_epoch(connection, epoch, db.now(), above=0)
         detail = {"reason": reason, "before": before.epoch if before else "", "epoch": epoch}
         _record(db, "authority.new_epoch", authority.control(connection), actor, detail)
-    authority.write_marker(db.authority, epoch)  # until it is written, neither old nor new is admitted
+        # Under the lock: of two at once, the one that commits last has the marker too. Should this commit fail,
+        # ledger and marker disagree, and nobody is admitted.
+        authority.write_marker(db.authority, epoch)
     return epoch
 
 
@@ -149,8 +152,9 @@ def adopt(db: Database) -> tuple[str, str]:
             why="A SQLite ledger has one host. Its marker went its own way, so nobody vouches for the ledger's epoch.",
             next_command=authority.NEW_EPOCH,
         )
-    before, epoch = marker_state(db), authority.control(db.connection).epoch
-    authority.write_marker(db.authority, epoch)
+    with db.immediate() as connection:
+        before, epoch = marker_state(db), authority.control(connection).epoch
+        authority.write_marker(db.authority, epoch)
     return before, epoch
 
 
@@ -198,7 +202,8 @@ def restore(db: Database, source: Path | str, *, actor: str = OPERATOR, reason: 
         last_token = _prepare(db, seen, restore_id, actor, {"reason": reason, "source": str(source)})
         _mark(db, seen, restore_id, last_token)
     except BaseException:
-        sqlite_backup.remove(staging)
+        if authority.control(db.connection).restoring != restore_id:  # else an interrupt came just after the commit
+            sqlite_backup.remove(staging)
         raise
     return finish_restore(db)
 
@@ -209,26 +214,44 @@ def finish_restore(db: Database) -> Restored:
     staging = _staging(db, now.restoring)
     with _told_how_to_go_on():
         epoch = _epoch_of(staging)
-        authority.write_marker(db.authority, epoch)
+        _point_marker(db, now, epoch)
         if now.epoch != epoch:
             _put(db, now, staging, safety_copy=_safety_copy(db, now.restoring))
         sqlite_backup.require_intact(db.path)
-        return _close(db, now.restoring)
+        return _close(db, now.restoring, epoch)
 
 
 def roll_back_restore(db: Database, *, actor: str = OPERATOR) -> Restored:
-    """Undo an unfinished restore from wherever it stood; the ledger stays paused. Raises IllegalMove."""
+    """Undo an unfinished restore from wherever it stood; the ledger stays paused.
+
+    Raises IllegalMove (``restore_none``), Refusal (``safety_copy_missing``).
+    """
     now = _unfinished(db)
-    safety_copy, back = _safety_copy(db, now.restoring), _beside(db, now.restoring, "back")
+    # Nobody else's name: another who rolls back at this moment must not change the copy that goes into the ledger.
+    back = _beside(db, now.restoring, f"{secrets.token_hex(8)}.back")
     with _told_how_to_go_on():
-        sqlite_backup.remove(back)
-        if safety_copy.exists():
-            sqlite_backup.take_in(safety_copy, db.path, back)
-            if _epoch_of(back) != now.epoch:  # the image's content is in the ledger already
+        before = now.epoch
+        if _safety_copy(db, now.restoring).exists():
+            sqlite_backup.take_in(_safety_copy(db, now.restoring), db.path, back)
+            before = _epoch_of(back)
+            if before != now.epoch:  # the image's content is in the ledger already
                 _put(db, now, back, safety_copy=None)
-            sqlite_backup.remove(back)
-        authority.write_marker(db.authority, authority.control(db.connection).epoch)
-        return _close(db, now.restoring, rolled_back_by=actor)
+        elif _staging(db, now.restoring).exists() and _epoch_of(_staging(db, now.restoring)) == now.epoch:
+            raise Refusal(
+                "The restore was not rolled back: what the ledger held before it is not there.",
+                category="safety_copy_missing",
+                why=f"The backup's content is in the ledger already, and {_safety_copy(db, now.restoring)} is gone.",
+                next_command="put that file back, or sovereign-agent restore --by ACTOR --resume",
+            )
+        return _close(db, now.restoring, before, rolled_back_by=actor)
+
+
+def _point_marker(db: Database, seen: Control, epoch: str) -> None:
+    """Write this host's marker, unless another has finished or rolled back in the meantime."""
+    with db.immediate() as connection:
+        if authority.control(connection) != seen:
+            raise _overtaken()
+        authority.write_marker(db.authority, epoch)
 
 
 def _prepare(db: Database, live: Control, restore_id: str, actor: str, detail: dict[str, str]) -> int:
@@ -268,16 +291,21 @@ def _put(db: Database, seen: Control, image: Path, *, safety_copy: Path | None) 
     sqlite_backup.replace_content(db.path, image, patience=db.patience, locked=locked)
 
 
-def _close(db: Database, restore_id: str, rolled_back_by: str = "") -> Restored:
+def _close(db: Database, restore_id: str, epoch: str, rolled_back_by: str = "") -> Restored:
+    """The last step, if the ledger holds what it should: it, the marker and the answer are of one epoch."""
     with db.immediate() as connection:
         seen = authority.control(connection)
-        if seen.restoring != restore_id or not authority.change_control(connection, seen, paused=True):
+        if (seen.restoring, seen.epoch) != (restore_id, epoch):
             raise _overtaken()
+        authority.write_marker(db.authority, epoch)
+        authority.change_control(connection, seen, paused=True)
         if rolled_back_by:
             _record(db, "authority.rolled_back", seen, rolled_back_by, {"restore": restore_id})
-    sqlite_backup.remove(_staging(db, restore_id))
     safety_copy = _safety_copy(db, restore_id)
-    return Restored(restore_id, seen.epoch, safety_copy if safety_copy.exists() else None)
+    for left in db.path.parent.iterdir():
+        if left.name.startswith(f"{db.path.name}.{restore_id}.") and left != safety_copy:
+            left.unlink(missing_ok=True)
+    return Restored(restore_id, epoch, safety_copy if safety_copy.exists() else None)
 
 
 def _mark(db: Database, seen: Control, restore_id: str, last_token: int) -> None:

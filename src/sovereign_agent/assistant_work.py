@@ -144,6 +144,9 @@ class Extras(TypedDict, total=False):
     now: float | None
 
 
+_EXTRAS = Extras.__annotations__.keys()
+
+
 def enqueue(db: Database, origin: str, session: str, prompt: str, **extras: Unpack[Extras]) -> str:
     """Put one turn into the queue and return its id. The same origin with the same content is the same item.
 
@@ -165,6 +168,7 @@ def enqueue_work(connection: Connection, batch: Sequence[tuple[str, str, str]], 
     delay, retries = extras.get("available_after", 0), extras.get("retries", 0)
     common = (extras.get("role", SHOP), extras.get("subject", ""), extras.get("control", False))
     _require(len(batch) <= MAX_BATCH, f"A batch has at most {MAX_BATCH} items.")
+    _require(extras.keys() <= _EXTRAS, f"What can be said of an item besides is {sorted(_EXTRAS)}.")
     _require(
         retries >= 0 and all(prompt for _, _, prompt in batch), "An item has a prompt, and no fewer than 0 retries."
     )

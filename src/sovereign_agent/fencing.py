@@ -534,6 +534,8 @@ def revoke_all(connection: Connection, now: datetime) -> None:
         "UPDATE execution_attempts SET expires_at = ? WHERE status = 'ACTIVE' AND expires_at > ?",
         (micros(now), micros(now)),
     )
+    # A clock that is set back must not let it be renewed beyond that.
+    connection.execute("UPDATE execution_attempts SET deadline = expires_at WHERE status = 'ACTIVE'")
 
 
 def last_token(connection: Connection) -> int:

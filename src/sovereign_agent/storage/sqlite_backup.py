@@ -49,7 +49,7 @@ class Image:
 def back_up(ledger: Path, destination: Path, *, replacing: bool = False) -> Image:
     """Copy a ledger, which may be written meanwhile, to a new file of mode 0600; verify it, then give it its name.
 
-    Raises IllegalMove (``backup_exists``, ``backup_folder``) and LedgerUnavailable; nothing then stands under
+    Raises IllegalMove (``backup_exists``, ``backup_folder``), LedgerUnavailable and OSError; nothing then stands under
     the name that did not stand there before.
     """
     if not replacing and os.path.lexists(destination):
@@ -214,7 +214,12 @@ def _give_name(temporary: Path, destination: Path, *, replacing: bool) -> None:
             destination.hardlink_to(temporary)  # never over another's
         except FileExistsError:
             raise _unwritten(destination, "backup_exists", "That name is taken.") from None
-    _sync(destination.parent)
+    try:
+        _sync(destination.parent)
+    except OSError:
+        if not replacing:
+            destination.unlink()
+        raise
 
 
 def _sync(path: Path) -> None:
