@@ -244,7 +244,7 @@ class Host:
                 finish(self._db, attempt, receipt, patience_seconds=0)
             raise
         try:
-            if apply_workspace_policy(root, attempt.id, assignment.workspace_policy, written).status != "partial":
+            if apply_workspace_policy(root, attempt.id, assignment.workspace_policy, written).is_done:
                 self._tidy.append(attempt.id)
         except (SovereignError, OSError) as error:  # the result is durable: what is left is a later tick's
             log.warning("the folder of %s is left to the supervisor: %s", attempt.id, error)
@@ -424,15 +424,15 @@ def free(connection: Connection, actor_id: str, authority_id: str, *, now: datet
 def apply_workspace_policy(root: Path, attempt_id: str, policy: str, receipt: Receipt) -> workspace.Reclaim:
     """Copy a durable receipt to disk and reclaim the run's folder. Changes nothing in the ledger.
 
-    Only for an attempt that has ended there. ``partial`` leaves the rest to a later tick. Raises PolicyRefusal
-    (``unknown_workspace_policy``, ``symlinked_workspace_root``) and touches nothing.
+    Only for an attempt that has ended there. ``partial`` and ``busy`` leave the rest to a later tick. Raises
+    PolicyRefusal (``unknown_workspace_policy``, ``symlinked_workspace_root``) and touches nothing.
     """
     workspace.check_policy(policy)
     unwritten: tuple[str, ...] = ()
     try:
         workspace.write_receipt(root, attempt_id, journal.receipt_json(receipt))
     except FileNotFoundError:  # somebody else, who has written it, is tidying up here and swept our half-made copy
-        return workspace.Reclaim("partial")
+        return workspace.Reclaim("busy")
     except OSError as error:
         unwritten = (f"receipt.json: {error.strerror}",)
     reclaim = workspace.reclaim_workspace(root, attempt_id, policy)

@@ -234,8 +234,9 @@ def _deal_with_folder(org: Organization, attempt_id: str, policy: str, problems:
     except Exception as error:  # noqa: BLE001 - as above; the other folders are dealt with all the same
         problems.append(f"The folder of attempt {attempt_id} cannot be dealt with: {error}")
         return False
-    problems += [f"In the folder of attempt {attempt_id} is left: {what}" for what in reclaim.leftovers]
-    return reclaim.status != "partial"
+    if reclaim.status == "partial":
+        problems += [f"In the folder of attempt {attempt_id} is left: {what}" for what in reclaim.leftovers]
+    return reclaim.is_done
 
 
 @contextmanager

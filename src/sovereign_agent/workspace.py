@@ -72,10 +72,18 @@ class Deliverable:
 
 @dataclass(frozen=True, slots=True)
 class Reclaim:
-    """What became of a run's folder. `leftovers` names what would not go, or the first of it."""
+    """What became of a run's folder. `leftovers` names what would not go, or the first of it.
 
-    status: Literal["reclaimed", "kept", "partial", "absent"]
+    ``busy`` is no trouble, only too early: its program is still being ended, or somebody else is tidying up.
+    """
+
+    status: Literal["reclaimed", "kept", "partial", "absent", "busy"]
     leftovers: tuple[str, ...] = ()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left for a later tick."""
+        return self.status not in ("partial", "busy")
 
 
 def check_policy(policy: str) -> None:
@@ -222,15 +230,15 @@ def reclaim_workspace(root: Path | str, workspace_id: str, policy: str) -> Recla
 
     ``persistent`` removes nothing. ``temporary_directory`` removes all but the receipt, the report and
     `.sovereign-out`; links go, what they point to stays. Nothing is touched while the run's lock is held, or when
-    the folder is not known to be the run's own. Trouble is no exception but status ``partial``: call again later.
-    Raises PolicyRefusal only for an unknown policy or an id that is no name.
+    the folder is not known to be the run's own. Trouble is no exception but status ``partial`` or ``busy``: call again
+    later. Raises PolicyRefusal only for an unknown policy or an id that is no name.
     """
     check_policy(policy)
     _check_id(workspace_id)
     try:
         with _runs(root, create=False) as runs, _lock(workspace_id, runs, hold=True) as record:
             reclaim = _reclaim(workspace_id, runs, policy, record)
-            if reclaim.status != "partial":
+            if reclaim.is_done:
                 # No lock of this name is ever made again, so what goes here is the one that is held, or, if another
                 # was faster, nothing. Who had opened it before finds the same folder, and nothing to do in it.
                 with suppress(FileNotFoundError):
@@ -239,9 +247,7 @@ def reclaim_workspace(root: Path | str, workspace_id: str, policy: str) -> Recla
     except FileNotFoundError:
         return Reclaim("absent")
     except BlockingIOError:
-        return Reclaim(
-            "partial", (f"{workspace_id}: its program is still being ended, or somebody else is tidying up",)
-        )
+        return Reclaim("busy", (f"{workspace_id}: its program is still being ended, or somebody else is tidying up",))
     except (OSError, PolicyRefusal) as error:
         return Reclaim("partial", (f"{workspace_id}: {error} {getattr(error, 'why', '')}".strip(),))
 
