@@ -77,11 +77,11 @@ def test_hazard_91_the_restore_demo_shows_the_values_that_were_promised_on_each_
     old = report["old_worker"]
     assert 3000 < old["seconds_left"] < 3600
     assert old["reads"] == {
+        "rows_written": 2,
+        "held_generation": 1,
+        "work": {"status": "READY", "generation": 2, "owner": None},
+        "epoch_is_current": False,
         "paused": True,
-        "claim_epoch_current": False,
-        "claim_generation": 1,
-        "work": {"generation": 2, "owner": None, "status": "READY"},
-        "transcript_rows": 2,
     }
     assert old["writes"] == [{"category": "paused", "sentence": REFUSED}] * 2
     assert old["writes_after_resume"] == [{"category": "epoch_replaced", "sentence": REFUSED}] * 2
@@ -126,11 +126,11 @@ def test_the_restore_demo_ends_with_1_if_anything_differs(difference: str) -> No
         "old_worker": {
             "seconds_left": 3590.0,
             "reads": {
+                "rows_written": 2,
+                "held_generation": 1,
+                "work": {"status": "READY", "generation": 2, "owner": None},
+                "epoch_is_current": False,
                 "paused": True,
-                "claim_epoch_current": False,
-                "claim_generation": 1,
-                "work": {"generation": 2, "owner": None, "status": "READY"},
-                "transcript_rows": 2,
             },
             "writes": [refusal, refusal],
             "message": {"category": "fencing_token_stale", "sentence": "It was not settled."},

@@ -433,7 +433,7 @@ def test_the_same_recording_tells_the_same_story_under_a_lost_authority_and_writ
     names = [("list_stock", {}), ("record", {"text": "a"}), ("record", {"text": "b", "urgent": True})]
     names += [("record", {"text": "b"}), ("status", {})]
     turns = [scripted_turn(calls=[{"name": name, "arguments": given}]) for name, given in names]
-    dispatcher = Dispatcher(tools, allowed=frozenset(tool.name for tool in tools), before_write=before_write)
+    dispatcher = Dispatcher(tools, before_write=before_write, allowed={each.name for each in tools})
     runs: list[LoopResult] = []
     for now in (True, False):
         current[0] = now

@@ -66,11 +66,11 @@ def as_promised(seen: dict[str, Any]) -> bool:
         and old["seconds_left"] > 0
         and old["reads"]
         == {
+            "rows_written": 2,
+            "held_generation": 1,
+            "work": {"status": "READY", "generation": 2, "owner": None},
+            "epoch_is_current": False,
             "paused": True,
-            "claim_epoch_current": False,
-            "claim_generation": 1,
-            "work": {"generation": 2, "owner": None, "status": "READY"},
-            "transcript_rows": 2,
         }
         and old["writes"] == [PAUSED, PAUSED]
         and old["writes_after_resume"] == [REPLACED, REPLACED]
@@ -206,7 +206,7 @@ class RestoreDemo:
     def begin_anew(self, org: Organization, sow_id: str, work: str, message: str) -> dict[str, Any]:
         """Fresh authority of each kind, and what was refused goes through."""
         fresh = self.worker("the fresh worker")
-        generation, writes, _ = fresh.tell("look")["claim_generation"], fresh.tell("record"), fresh.tell("settle")
+        generation, writes, _ = fresh.tell("look")["held_generation"], fresh.tell("record"), fresh.tell("settle")
         process, _ = self.run(org, sow_id, "works")
         stdout, _ = process.communicate(timeout=DEADLINE_SECONDS)
         status = json_text.loads(stdout)["status"]

@@ -76,10 +76,10 @@ def _look(db: Database, claim: Claim, until: float) -> dict[str, Any]:
     now, item = assistant_service.health(db), assistant_work.get_work(db.connection, claim.id)
     return {
         "paused": now.paused,
-        "claim_epoch_current": claim.epoch == now.epoch,
-        "claim_generation": claim.generation,
+        "epoch_is_current": claim.epoch == now.epoch,
+        "held_generation": claim.generation,
         "work": {name: item[name] for name in ("generation", "owner", "status")},
-        "transcript_rows": len(assistant_work.transcript(db.connection, claim.id)),
+        "rows_written": len(assistant_work.transcript(db.connection, claim.id)),
         "seconds_left": until - db.now().timestamp(),
     }
 
