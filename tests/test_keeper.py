@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from multiprocessing import Process
 from pathlib import Path
 from typing import Any
@@ -433,9 +434,8 @@ def test_a_taken_over_run_stops_its_program_and_writes_nothing(
     heir.close()
 
 
-def test_hazard_49_a_canceled_run_is_stopped_at_its_next_renewal(
-    org: Organization, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def stopped_by(org: Organization, monkeypatch: pytest.MonkeyPatch, act: Callable[[str], object]) -> tuple[str, str]:
+    """The assignment of a run in whose middle `act` takes its authority, and what the run answers, soon after."""
     lasting(org, 12, renew_seconds=0.2)
     ended: list[float] = []
     monkeypatch.setattr(organization, "invoke_actor", working(20, ended))
@@ -443,29 +443,28 @@ def test_hazard_49_a_canceled_run_is_stopped_at_its_next_renewal(
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(answer, org.run_assignment, assignment.id)
         eventually(lambda: ledger_facts(org.db, assignment.id)["assignment"] == "RUNNING")
-        org.cancel(assignment.id, PRINCIPAL)
-        canceled_at, before = monotonic(), canonical(org)
-        assert run.result(60) == "execution_attempt_lost"
-    assert ended[0] - canceled_at < 5, "long before the leash runs out by itself"
+        act(assignment.id)
+        taken_at, before = monotonic(), canonical(org)
+        said = run.result(60)
+    assert ended[0] - taken_at < 5, "long before the leash runs out by itself"
     assert canonical(org) == before
+    return assignment.id, said
+
+
+def test_hazard_49_a_canceled_run_is_stopped_at_its_next_renewal(
+    org: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, said = stopped_by(org, monkeypatch, lambda assignment_id: org.cancel(assignment_id, PRINCIPAL))
+    assert said == "execution_attempt_lost"
 
 
 def test_hazard_91_a_new_epoch_stops_a_program_at_its_next_renewal(
     org: Organization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lasting(org, 12, renew_seconds=0.2)
-    ended: list[float] = []
-    monkeypatch.setattr(organization, "invoke_actor", working(20, ended))
-    _, _, assignment = governed_work(org)
-    with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(answer, org.run_assignment, assignment.id)
-        eventually(lambda: ledger_facts(org.db, assignment.id)["assignment"] == "RUNNING")
-        assistant_service.new_epoch(org.db, PRINCIPAL, "the disk was put back")
-        replaced_at, before = monotonic(), canonical(org)
-        assert run.result(60) in {"execution_attempt_lost", "actor_lease_lost"}
-    assert ended[0] - replaced_at < 5, "long before the leash runs out by itself"
-    assert canonical(org) == before
-    assert tick(org).recovered_assignments == (assignment.id,)
+    begin_anew = partial(assistant_service.new_epoch, org.db, PRINCIPAL, "the disk was put back")
+    assignment_id, said = stopped_by(org, monkeypatch, lambda _: begin_anew())
+    assert said in {"execution_attempt_lost", "actor_lease_lost"}
+    assert tick(org).recovered_assignments == (assignment_id,)
 
 
 def test_a_run_renews_and_ends_while_the_ledger_is_paused(org: Organization, monkeypatch: pytest.MonkeyPatch) -> None:
