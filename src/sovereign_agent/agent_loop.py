@@ -228,7 +228,7 @@ def paired(messages: Iterable[Message]) -> tuple[list[Message], list[Message]]:
         whole.append(message)
         for call in message.get("tool_calls") or ():
             if (answer := answers.pop(call["id"], None)) is None:
-                answer = _tool_message(call["id"], OUTCOME_UNKNOWN)
+                answer = tool_message(call["id"], OUTCOME_UNKNOWN)
                 added.append(answer)
             whole.append(answer)
     return whole, added
@@ -388,7 +388,7 @@ class _Run:
         return self.repeats[fingerprint] >= self.limits.repeats
 
     def _answer(self, call: ToolCall, answer: Answer) -> None:
-        self._add(_tool_message(call.id, answer))
+        self._add(tool_message(call.id, answer))
         self.evidence(call, answer)
 
     def _add(self, message: Message) -> None:
@@ -413,7 +413,8 @@ def _named(call: ToolCall, place: int) -> ToolCall:
     return replace(call, id=tool_dispatch.excerpt(tool_dispatch.storable(call.id), MOST_ID_BYTES) or f"call_{place}")
 
 
-def _tool_message(call_id: str, answer: Answer) -> Message:
+def tool_message(call_id: str, answer: Answer) -> Message:
+    """The message that answers a call."""
     return {"role": "tool", "tool_call_id": call_id, "content": answer.content}
 
 

@@ -1,4 +1,7 @@
-"""The operator's acts on a whole ledger: back it up, restore it, pause it, resume it, begin a new epoch.
+"""The assistant's service, and the operator's acts on a whole ledger: back up, restore, pause, resume, new epoch.
+
+`serve` claims what is queued and has it worked through, one item at a time, until it is asked to stop. It decides
+nothing and may be killed at any line: whatever it was at is claimed anew, and gone on with from the transcript.
 
 A restore begins a new era of authority. Whoever held a lease, an attempt, a message or a work item before it may run
 on and read on, but holds nothing: its row is gone or is nobody's, its token is behind the counter, its epoch is not
@@ -18,14 +21,20 @@ On PostgreSQL its own tools make and restore backups, and `new_epoch` does the r
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Generator
-from contextlib import closing, contextmanager
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 
-from sovereign_agent import assistant_work, fencing, journal, relay
+from sovereign_agent import assistant_work, conversation, fencing, heartbeat, journal, relay
+from sovereign_agent.agent_loop import Limits, Model
+from sovereign_agent.assistant_work import Claim
 from sovereign_agent.clock import LAST_MICROS, micros, moment
 from sovereign_agent.database import Connection, Control, Database, authority, sqlite_backup
 from sovereign_agent.errors import (
@@ -34,12 +43,22 @@ from sovereign_agent.errors import (
     Contention,
     IllegalMove,
     LedgerUnavailable,
+    PolicyRefusal,
     Refusal,
     SchemaMismatch,
+    SovereignError,
 )
 from sovereign_agent.records import new_id
+from sovereign_agent.tool_dispatch import ExecutableTool
 
 OPERATOR = "operator"
+POLL_SECONDS = 0.1
+MOST_PAUSE_SECONDS = 2.0
+"""How long a service waits, at most, before it asks a ledger again that refused it or was out of reach."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +70,7 @@ class Health:
     paused: bool
     restoring: str
     held: dict[str, int]
+    services: list[heartbeat.Service]
 
     @property
     def agrees(self) -> bool:
@@ -68,14 +88,15 @@ class Restored:
 
 
 def health(db: Database) -> Health:
-    """The epoch on both sides, whether the ledger is paused or between two steps of a restore, and what is held."""
+    """The epoch on both sides, whether the ledger is paused or restoring, what is held, and which services run."""
     now = authority.control(db.connection)
     held = {
         "leases": len(fencing.expired_actor_leases(db, end_of_time)),  # by then every one has run out
         "attempts": len(fencing.expired_execution_attempts(db, end_of_time)),
         "claims": len(relay.current_claims(db.connection)),
     }
-    return Health(now.epoch, marker_state(db), now.paused, now.restoring, held)
+    services = heartbeat.services(db.connection)
+    return Health(now.epoch, marker_state(db), now.paused, now.restoring, held, services)
 
 
 def end_of_time() -> datetime:
@@ -89,6 +110,122 @@ def marker_state(db: Database) -> str:
         return authority.read_marker(db.authority)
     except AuthorityLost as error:
         return error.category
+
+
+# --- serving ----------------------------------------------------------------------------------------------
+
+
+def serve(
+    db: Database,
+    model: Model,
+    tools: Callable[[Claim], Iterable[ExecutableTool]],
+    *,
+    owner: str,
+    role: str = assistant_work.SHOP,
+    limits: Limits = conversation.LIMITS,
+    ttl: float = assistant_work.TTL_SECONDS,
+    system: str = "",
+    watch: conversation.Watch | None = None,
+    until: Callable[[], object] = bool,
+    tell: Callable[[str], object] = log.info,
+) -> None:
+    """Work on what is queued for a role, one item at a time, until it is asked to stop, or `until` answers so.
+
+    The first SIGINT or SIGTERM stops it when the reply that its model is at has come: the item is given back, or
+    finished if that was its last reply. The second one ends the process at once. A ledger that is busy, out of reach,
+    paused or of another epoch is waited for; what the service was at is given back or runs out, and is claimed anew.
+
+    Args:
+        db: the ledger.
+        model: is asked; what it waits by should be ``watch.sleep``.
+        tools: gives the tools for a claim. Those that write are let through by the claim.
+        owner: the name that claims are made under.
+        role: whose items it takes.
+        limits: the most that one life of an item may use.
+        ttl: how long a claim lasts that is not renewed any more: a killed service's item waits for so long. In seconds.
+        system: what the model is told first.
+        watch: how whoever called stops the service, and how a model notices that.
+        until: asked before each claim and at each turn.
+        tell: is handed a line for each item and for each kind of trouble.
+
+    Raises LedgerFault, and ConfigurationFault from a model: those are for a human.
+    """
+    watch = watch or conversation.Watch()
+    presence = heartbeat.Presence(db, "assistant", fencing.new_process_identity())
+    held: list[Claim] = []
+
+    def give_back() -> None:
+        while held:
+            with suppress(AuthorityLost):
+                assistant_work.release(db, held[0])
+            held.pop()
+
+    def work_on(claim: Claim) -> None:
+        held.append(claim)
+        presence.beat(claimed=claim.id)
+        with conversation.kept(db, claim, ttl, watch, beat=presence.beat):
+            ended = conversation.converse(
+                db, claim, model, tools(claim), limits=limits, system=system, watch=watch, stop=until
+            )
+        held.pop()
+        presence.beat(claimed="")
+        tell(f"{claim.id}, generation {claim.generation}: {ended}")
+
+    def look() -> bool:
+        """Work on one item, if there is one."""
+        give_back()
+        presence.beat()
+        found = assistant_work.is_waiting(db.connection, role)
+        claim = assistant_work.claim(db, owner, ttl=ttl, role=role) if found else None
+        if claim:
+            work_on(claim)
+        return claim is not None
+
+    with _stopping_on_signals(watch):
+        try:
+            _repeat(look, watch, until, tell)
+        finally:
+            with suppress(SovereignError):
+                give_back()
+            presence.leave()
+
+
+def _repeat(
+    look: Callable[[], bool], watch: conversation.Watch, until: Callable[[], object], tell: Callable[[str], object]
+) -> None:
+    """Look again and again until it is over: at once after work, soon after none, and later and later in trouble."""
+    trouble, pause = "", POLL_SECONDS
+    while not watch.stopping:
+        try:
+            if until():
+                return
+            pause = 0 if look() else POLL_SECONDS
+            trouble = ""
+        except (Contention, LedgerUnavailable, AuthorityLost, PolicyRefusal) as error:
+            if error.category != trouble:
+                tell(f"waiting: {error} {error.why}".strip())
+            trouble, pause = error.category, min(max(2 * pause, POLL_SECONDS), MOST_PAUSE_SECONDS)
+        watch.sleep(pause)
+
+
+@contextmanager
+def _stopping_on_signals(watch: conversation.Watch) -> Generator[None]:
+    """Let the first SIGINT or SIGTERM ask for the end, and the second one bring it. Only the main thread can."""
+
+    def ask(_number: int, _frame: FrameType | None) -> None:
+        watch.stopping = True
+        for each in STOP_SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {each: signal.signal(each, ask) for each in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 # --- pause and resume -------------------------------------------------------------------------------------

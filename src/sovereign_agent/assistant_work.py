@@ -205,6 +205,20 @@ def _known(connection: Connection, content: tuple[str, str, str, str, str, bool]
 # --- claims -----------------------------------------------------------------------------------------------
 
 
+def is_waiting(connection: Connection, role: str = SHOP, *, now: Now = None) -> bool:
+    """Whether a claim may find something: a look that locks nothing, so that it may be taken often."""
+    found = connection.execute(
+        """
+        SELECT EXISTS (SELECT 1 FROM assistant_work WHERE role = ? AND status = 'READY' AND available_at = 0)
+               OR EXISTS (SELECT 1 FROM assistant_work WHERE status = 'RUNNING' AND expires_at <= ?)
+               OR EXISTS (SELECT 1 FROM assistant_work
+                           WHERE status = 'READY' AND available_at > 0 AND available_at <= ?)
+        """,
+        (role, *[_at(connection, now)] * 2),
+    )
+    return bool(found.rows[0][0])
+
+
 def claim(db: Database, owner: str, *, ttl: float = TTL_SECONDS, now: Now = None, role: str = SHOP) -> Claim | None:
     """Take the right to work on the next item for `ttl` seconds; None when there is nothing to take.
 

@@ -65,6 +65,15 @@ def _without_password(url: str) -> str:
     return url
 
 
+def _endpoint(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("the URL of an endpoint begins with https:// or http://")
+    if parts.username or parts.password or parts.query:
+        raise ValueError("a key may stand in the URL: it belongs in the variable that key_env names")
+    return url
+
+
 def _only_real_providers(name: str) -> str:
     if name == NO_PROVIDER:
         raise ValueError('"none" means that nothing is run, so no provider can have that name')
@@ -76,6 +85,7 @@ Identifier = Annotated[str, StringConstraints(pattern=r"\A[a-z0-9][a-z0-9_-]{0,6
 Reference = Annotated[str, StringConstraints(pattern=r"\A[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\z")]
 VariableName = Annotated[str, StringConstraints(pattern=r"\A[A-Za-z_][A-Za-z0-9_]*\z")]
 Seconds = Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)]
+Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Table(BaseModel):
@@ -216,12 +226,43 @@ ProviderSettings = ScriptedSettings | CommandSettings | AgentSettings
 ProviderName = Annotated[Identifier, AfterValidator(_only_real_providers)]
 
 
+class LimitSettings(_Table):
+    """The most that one run of a model may use. `money` is in the currency of its prices."""
+
+    model_calls: Annotated[int, Field(ge=1)] = 50
+    tool_calls: Annotated[int, Field(ge=0)] = 200
+    seconds: Seconds = 1800.0
+    output_tokens: Annotated[int, Field(ge=1)] = 8192
+    total_tokens: Annotated[int, Field(ge=1)] = 1_000_000
+    money: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class AssistantSettings(_Table):
+    """Who answers the assistant's queue: a model behind an OpenAI-compatible endpoint, and its tools.
+
+    `key_env` names the variable that holds the endpoint's key. `tools` names a function that is given the open ledger
+    and returns a list of tools. `system` is what the model is told first. A killed service's item waits
+    `claim_seconds`. The limits are for one life of an item.
+    """
+
+    model: Text | None = None
+    base_url: Annotated[str, AfterValidator(_endpoint)] | None = None
+    key_env: VariableName = "OPENAI_API_KEY"
+    prices: Annotated[tuple[Price, Price], Field(strict=False)] | None = None
+    tools: Reference | None = None
+    system: Annotated[str, Field(max_length=100_000), AfterValidator(_without_nul)] = ""
+    claim_seconds: Annotated[float, Field(ge=1, le=86_400, allow_inf_nan=False)] = 60.0
+    context_bytes: Annotated[int, Field(ge=1)] = 2**18
+    limits: LimitSettings = LimitSettings()
+
+
 class Settings(_Table):
     """A whole `sovereign.toml`, checked, to be read only; `load` reads it anew."""
 
     organization: OrganizationSettings
     ledger: LedgerSettings = LedgerSettings()
     authority: AuthoritySettings = AuthoritySettings()
+    assistant: AssistantSettings = AssistantSettings()
     actors: Annotated[Mapping[Identifier, ActorSettings], Field(min_length=1)]
     providers: Mapping[ProviderName, Annotated[ProviderSettings, Field(discriminator="kind")]] = {}
     checks: Mapping[Identifier, Reference] = {}

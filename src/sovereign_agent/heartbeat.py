@@ -1,23 +1,34 @@
-"""Heartbeats: that a process reached the ledger, and when. Home of heartbeats.
+"""Heartbeats: that a process reached the ledger, and when. Home of heartbeats and services.
 
 A beat is appended, never updated. ALIVE says that one was written lately; it does not say that anything makes
 progress. STALE says that none was; it does not say that anything died: a process may be paused, cut off or
 idle. Nothing in this package recovers or refuses work because of a beat.
+
+A service beats too often for that: it has one row while it runs, which it writes anew. What is left of one that was
+killed is STALE, and goes after a day.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Protocol
 
-from sovereign_agent.clock import Clock, micros, moment
-from sovereign_agent.database import Database
-from sovereign_agent.errors import wrong_length
+from sovereign_agent.clock import Clock, micros, moment, monotonic
+from sovereign_agent.database import Connection, Database
+from sovereign_agent.errors import SovereignError, wrong_length
 
 MAX_SOURCE_CHARACTERS = 100
+BEAT_SECONDS = 5.0
+"""How often a service that has nothing else to tell writes its row."""
+
+SERVICE_STALE = timedelta(minutes=2)
+SERVICE_FORGOTTEN = timedelta(days=1)
+SERVICES_SHOWN = 100
 
 
 class Organization(Protocol):
@@ -71,3 +82,68 @@ def heartbeat_status(
     age = (org.db.now(clock) - moment(row["at"])).total_seconds()
     verdict = Verdict.ALIVE if abs(age) < stale_after_seconds else Verdict.STALE
     return HeartbeatStatus(verdict, moment(row["at"]), age, row["source"], row["process_identity"])
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the ledger has of one service. STALE: it was killed, or has not reached the ledger for `SERVICE_STALE`."""
+
+    process_identity: str
+    kind: str
+    host: str
+    pid: int
+    work_id: str
+    started_at: datetime
+    last_poll: datetime
+    last_claim: datetime | None
+    verdict: Verdict
+
+
+def services(connection: Connection) -> list[Service]:
+    """The services that say that they run, and what killed ones have left; the latest first, 100 at most."""
+    now, found = connection.now(), list[Service]()
+    rows = connection.execute("SELECT * FROM services ORDER BY last_poll DESC LIMIT ?", (SERVICES_SHOWN,))
+    for identity, kind, host, pid, work_id, started_at, last_poll, last_claim in rows:
+        at, claimed_at = moment(last_poll), None if last_claim is None else moment(last_claim)
+        verdict = Verdict.ALIVE if abs(now - at) < SERVICE_STALE else Verdict.STALE
+        found.append(Service(identity, kind, host, pid, work_id, moment(started_at), at, claimed_at, verdict))
+    return found
+
+
+class Presence:
+    """The row of one running service: for people to see. Whatever keeps it from being written stops no work."""
+
+    def __init__(self, db: Database, kind: str, process_identity: str) -> None:
+        self._db = db
+        self._who = (process_identity, kind, socket.gethostname(), os.getpid())
+        self._started_at: int | None = None
+        self._last_claim: int | None = None
+        self._work_id = ""
+        self._next_at = 0.0
+
+    def beat(self, *, claimed: str | None = None) -> None:
+        """Write the row, if it is time to. At once, when an item was `claimed`; "" says that its work has ended."""
+        if claimed is None and monotonic() < self._next_at:
+            return
+        self._next_at = monotonic() + BEAT_SECONDS
+        with suppress(SovereignError), self._db.transaction() as connection:
+            now = connection.now()
+            if self._started_at is None:
+                connection.execute("DELETE FROM services WHERE last_poll < ?", (micros(now - SERVICE_FORGOTTEN),))
+                self._started_at = micros(now)
+            self._work_id = self._work_id if claimed is None else claimed
+            self._last_claim = micros(now) if claimed else self._last_claim
+            connection.execute(
+                """
+                INSERT INTO services (process_identity, kind, host, pid, started_at, last_poll, last_claim, work_id)
+                VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (process_identity)
+                DO UPDATE SET last_poll = excluded.last_poll, last_claim = excluded.last_claim,
+                              work_id = excluded.work_id
+                """,
+                (*self._who, self._started_at, micros(now), self._last_claim, self._work_id),
+            )
+
+    def leave(self) -> None:
+        """Take the row away: the service ends in good order."""
+        with suppress(SovereignError), self._db.transaction() as connection:
+            connection.execute("DELETE FROM services WHERE process_identity = ?", (self._who[0],))

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, TypeVar
 
-from sovereign_agent import fencing, journal, liveness, relay, runs
+from sovereign_agent import fencing, heartbeat, journal, liveness, relay, runs
 from sovereign_agent.clock import Clock
 from sovereign_agent.errors import Contention, LedgerUnavailable, SovereignError
 from sovereign_agent.journal import WORKER_LOST
@@ -115,9 +115,11 @@ def run(
     if once:
         _tick_and_show(org, on_tick)
         return 0
+    presence = heartbeat.Presence(org.db, "supervisor", org.process_identity)
     with suppress(KeyboardInterrupt), first_signal_interrupts() as asked_to_stop:
         while not asked_to_stop():
             try:
+                presence.beat()
                 _tick_and_show(org, on_tick)
             except Contention:
                 pass
@@ -126,6 +128,7 @@ def run(
                     on_tick(SupervisorReport((), (), (), (f"{error} {error.why}",)))
             if not asked_to_stop():
                 time.sleep(interval)
+    presence.leave()
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sovereign_agent.commands.options import HERE, By, Json, Root, opened
-from sovereign_agent.commands.printing import answer, entry
+from sovereign_agent.commands.printing import answer, entry, plain
 from sovereign_agent.errors import IllegalMove
 
 if TYPE_CHECKING:
@@ -20,16 +20,18 @@ app = typer.Typer(help="The assistant's queue of turns.")
 
 WorkId = Annotated[str, typer.Argument(metavar="ITEM", help="A work_ id.")]
 Role = Annotated[str, typer.Option("--role", metavar="ROLE", help="Who works on it: shop, research, or your own.")]
+Session = Annotated[str, typer.Argument(metavar="SESSION", help="The conversation; one turn of it runs at a time.")]
 Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="What is asked: 1 to 100,000 characters.")]
 Origin = Annotated[
     str, typer.Option("--origin", metavar="NAME", help="What caused it. The same origin is the same item.")
 ]
+ENDED = ("DONE", "BLOCKED", "CANCELED", "PARKED")
 TIMES = ("expires_at", "available_at", "created_at", "finished_at")
 
 
 @app.command()
 def enqueue(
-    session: Annotated[str, typer.Argument(metavar="SESSION", help="The conversation; one turn of it runs at a time.")],
+    session: Session,
     prompt: Prompt,
     *,
     origin: Origin = "",
@@ -162,6 +164,68 @@ def transcript(
         for line in lines
     )
     answer({"lines": lines}, text or "Nothing was said yet.", as_json=json)
+
+
+Script = Annotated[
+    Path | None,
+    typer.Option("--script", metavar="FILE", help="Play a recorded JSON transcript: to try it without a model."),
+]
+Owner = Annotated[str, typer.Option("--owner", metavar="NAME", help="The name that claims are made under.")]
+
+
+@app.command()
+def serve(
+    *, role: Role = "shop", owner: Owner = "", script: Script = None, root: Root = HERE, json: Json = False
+) -> None:
+    """Work on what is queued, with the model and the tools of [assistant] in sovereign.toml, until interrupted.
+
+    It runs in the foreground. The first Ctrl-C or SIGTERM lets the reply come that is being waited for, and hands the
+    item back, or finishes it if that was the last reply; the second one ends it at once. It may be killed at any
+    line: whoever claims the item next goes on from its transcript.
+    """
+    from sovereign_agent.commands.answering import answering
+
+    with opened(root) as org:
+        answering(org, script, owner=owner, role=role)()
+    answer({"stopped": True}, "Stopped.", as_json=json)
+
+
+@app.command()
+def ask(
+    session: Session,
+    prompt: Prompt,
+    *,
+    origin: Origin = "",
+    role: Role = "shop",
+    owner: Owner = "",
+    script: Script = None,
+    root: Root = HERE,
+    json: Json = False,
+) -> None:
+    """Queue one turn of a conversation, serve until it is answered, and print the answer.
+
+    Another service may be the one that answers it. Ends with 1 when no answer came of it.
+    """
+    from sovereign_agent import assistant_work
+    from sovereign_agent.commands.answering import answering
+    from sovereign_agent.records import new_id
+
+    with opened(root) as org:
+        item = ""
+
+        def found() -> Row:
+            return assistant_work.get_work(org.db.connection, item)
+
+        run = answering(org, script, owner=owner, role=role, until=lambda: found()["status"] in ENDED)
+        item = assistant_work.enqueue(org.db, origin or new_id("ask"), session, prompt, role=role)
+        run()
+        ended = _shown(found())
+    if ended["status"] == "DONE":
+        answer(ended, "\n".join(map(plain, ended["result"].splitlines())), as_json=json)
+        return
+    facts = [("why", ended["result"]), ("look", f"sovereign-agent assistant transcript {item}")]
+    answer(ended, entry(f"Item {item} is {ended['status']}.", facts), as_json=json)
+    raise typer.Exit(1)
 
 
 def _shown(row: Row) -> dict[str, Any]:

@@ -102,6 +102,7 @@ def show(*, root: Root = HERE, json: Json = False) -> None:
         ("marker", health.marker),
         ("restoring", health.restoring),
         ("held", ", ".join(f"{number} {kind}" for kind, number in health.held.items())),
+        ("running", ", ".join(f"{one.kind} ({one.verdict})" for one in health.services)),
         ("look", f"{marker}"),
     ]
     state = ("paused" if health.paused else "running") if health.agrees else "closed: ledger and marker do not agree"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from sovereign_agent import assistant_service, configuration, fencing, liveness, outcomes, relay, runs
+from sovereign_agent import assistant_service, configuration, fencing, heartbeat, liveness, outcomes, relay, runs
 from sovereign_agent.clock import LAST_MICROS, moment
 from sovereign_agent.commands.printing import plain
 from sovereign_agent.configuration import AgentSettings, CommandSettings, ProviderSettings, ScriptedSettings, Settings
@@ -139,6 +139,7 @@ def _ledger(org: Organization) -> Iterator[Finding]:
         yield _file_system(org.db.path)
         yield _wal(org.db.path)
     yield _authority(org)
+    yield from _services(org)
     now = org.db.now()
     held = {"leases": _leases(org), "attempts": _attempts(org), "claims": _claims(org)}
     for kind, those in held.items():
@@ -202,6 +203,20 @@ def _authority(org: Organization) -> Finding:
     if health.paused:
         return Finding("authority", Verdict.WARN, f"{health.epoch}, paused", RESUME)
     return Finding("authority", Verdict.OK, health.epoch)
+
+
+def _services(org: Organization) -> Iterator[Finding]:
+    """What runs beside the ledger, and what was killed and has not been started again."""
+    running = heartbeat.services(org.db.connection)
+    if not running:
+        yield Finding("services", Verdict.OK, "no supervisor and no assistant says that it runs")
+    for one in running:
+        told = f"{one.kind}, process {one.pid} on {one.host}, last heard of at {plain(one.last_poll)}"
+        if one.verdict is heartbeat.Verdict.ALIVE:
+            yield Finding("services", Verdict.OK, told)
+        else:
+            mend = "start it again, if it is wanted; what a killed one has left goes by itself, after a day"
+            yield Finding("services", Verdict.WARN, told, mend)
 
 
 def _file_system(path: Path) -> Finding:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, cast
 
-from sovereign_agent import fencing, journal, liveness, outcomes, runs
+from sovereign_agent import fencing, heartbeat, journal, liveness, outcomes, runs
 from sovereign_agent.commands.printing import entry, to_json
 from sovereign_agent.database import Connection
 from sovereign_agent.errors import Refusal
+from sovereign_agent.heartbeat import Service
 from sovereign_agent.journal import Record
 from sovereign_agent.liveness import Assessment
 from sovereign_agent.organization import Organization
@@ -87,7 +88,8 @@ def status(org: Organization) -> Document:
         for outcome in open_outcomes[:OUTCOMES_SHOWN]
     ]
     more = len(open_outcomes) > OUTCOMES_SHOWN
-    return {"organization": org.settings.organization.name, "outcomes": work, "more": more}
+    services = heartbeat.services(connection)
+    return {"organization": org.settings.organization.name, "outcomes": work, "more": more, "services": services}
 
 
 def status_text(document: Document) -> str:
@@ -105,7 +107,21 @@ def status_text(document: Document) -> str:
                 lines.append(_stuck_text(stuck, indent=6))
     if document["more"]:
         lines.append(entry(f"and more: these are the {OUTCOMES_SHOWN} oldest."))
-    return "\n".join(lines) or entry(f"{document['organization']} has no open outcome.")
+    if not lines:
+        lines.append(entry(f"{document['organization']} has no open outcome."))
+    return "\n".join([*lines, *map(service_text, document["services"])])
+
+
+def service_text(service: Service) -> str:
+    """One service, and how long ago it was heard of."""
+    claimed = service.last_claim and f"{service.last_claim:%F %T} UTC"
+    facts = [
+        ("on", f"{service.host}, process {service.pid}, since {service.started_at:%F %T} UTC"),
+        ("polled", f"{service.last_poll:%F %T} UTC"),
+        ("claimed", claimed),
+        ("works on", service.work_id),
+    ]
+    return entry(f"{service.verdict} {service.kind} {service.process_identity}", facts)
 
 
 def _stuck(org: Organization, sow: Sow, tries: Sequence[Assignment]) -> Document | None:

@@ -1,0 +1,110 @@
+"""What `assistant serve` and `assistant ask` need: the model and the tools that sovereign.toml or a script names."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from sovereign_agent import assistant_service
+from sovereign_agent.agent_loop import Limits, Model
+from sovereign_agent.assistant_work import Claim
+from sovereign_agent.commands.printing import plain
+from sovereign_agent.configuration import FILE_NAME, AssistantSettings, resolve_reference
+from sovereign_agent.conversation import Watch
+from sovereign_agent.errors import ConfigurationFault
+from sovereign_agent.llm_lab import LiveModel, ScriptedModel, scripted_turn
+from sovereign_agent.organization import Organization
+from sovereign_agent.tool_dispatch import ExecutableTool
+
+
+def answering(
+    org: Organization, script: Path | None, *, owner: str, role: str, until: Callable[[], object] = bool
+) -> Callable[[], None]:
+    """A service of this organization, ready to run.
+
+    Raises ConfigurationFault (``model_missing``, ``key_missing``, ``script_unreadable``, ``tools_unusable``) before
+    anything is queued or claimed.
+    """
+    settings, watch = org.settings.assistant, Watch()
+    model = _scripted(script) if script else _live(settings, watch)
+    tools = _tools(org, settings)
+    limits = settings.limits
+    bounds = Limits(
+        limits.model_calls,
+        limits.tool_calls,
+        limits.seconds,
+        limits.output_tokens,
+        limits.total_tokens,
+        None if limits.money is None else round(limits.money * 1_000_000),
+        settings.context_bytes,
+    )
+
+    def run() -> None:
+        assistant_service.serve(
+            org.db,
+            model,
+            tools,
+            owner=owner or org.process_identity,
+            role=role,
+            limits=bounds,
+            ttl=settings.claim_seconds,
+            system=settings.system,
+            watch=watch,
+            until=until,
+            tell=lambda line: typer.echo(plain(line), err=True),
+        )
+
+    return run
+
+
+def _scripted(path: Path) -> Model:
+    try:
+        turns: Any = json.loads(path.read_text("utf-8"))
+        return ScriptedModel([scripted_turn(turn.get("text", ""), turn.get("calls", ())) for turn in turns])
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ConfigurationFault(
+            f"{path} is no script.",
+            category="script_unreadable",
+            why=f"{type(error).__name__}: {error}",
+            next_command='a script is [{"calls": [{"name": "TOOL", "arguments": {}}]}, {"text": "Done."}]',
+        ) from error
+
+
+def _live(settings: AssistantSettings, watch: Watch) -> Model:
+    if settings.model is None:
+        raise ConfigurationFault(
+            "There is no model to answer with.",
+            category="model_missing",
+            why=f"{FILE_NAME} has no [assistant] with a model, and no --script was given.",
+            inspect=FILE_NAME,
+            next_command=f'add [assistant] with model = "NAME" to {FILE_NAME}, or try it with --script FILE',
+        )
+    key = os.environ.get(settings.key_env, "").strip()
+    if not key:
+        raise ConfigurationFault(
+            "There is no key to ask the model with.",
+            category="key_missing",
+            why=f"The variable {settings.key_env} is not set.",
+            inspect=FILE_NAME,
+            next_command=f"export {settings.key_env}=..., whatever it is for an endpoint without keys",
+        )
+    return LiveModel(settings.model, key, settings.base_url, settings.prices, watch.sleep)
+
+
+def _tools(org: Organization, settings: AssistantSettings) -> Callable[[Claim], Iterable[ExecutableTool]]:
+    if settings.tools is None:
+        return lambda _: ()
+    built: list[Any] = resolve_reference(settings.tools, org.root)(org.db)
+    if type(built) is not list or not all(isinstance(each, ExecutableTool) for each in built):
+        raise ConfigurationFault(
+            f"{settings.tools} in {FILE_NAME} returned no list of ExecutableTool.",
+            category="tools_unusable",
+            inspect=FILE_NAME,
+            next_command="correct the function: it is given the ledger and returns the tools",
+        )
+    return lambda _: built
