@@ -1,8 +1,9 @@
-"""`sovereign-agent demo crash` and `demo restore`, run as a person runs them: real processes, signals and clocks."""
+"""`sovereign-agent demo crash`, `demo restore` and `demo assistant`, run as a person runs them: real processes, signals and clocks."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from copy import deepcopy
@@ -12,13 +13,18 @@ import psutil
 import pytest
 from conftest import Location
 
+from reference_organizations.store import morning
 from sovereign_agent.commands import demo_restore
+from sovereign_agent.llm_lab import KEY_NAME
 
 
 def demo(which: str, location: Location, *arguments: str) -> subprocess.CompletedProcess[str]:
     ledger = ["--ledger", location.ledger] if location.engine == "postgresql" else []
     command = [sys.executable, "-m", "sovereign_agent", "demo", which, "--root", str(location.root / "demo")]
-    return subprocess.run([*command, *ledger, *arguments], capture_output=True, text=True, timeout=100, check=False)
+    without_key = {name: value for name, value in os.environ.items() if name != KEY_NAME}
+    return subprocess.run(
+        [*command, *ledger, *arguments], capture_output=True, text=True, timeout=100, check=False, env=without_key
+    )
 
 
 @pytest.mark.timeout(110)
@@ -146,6 +152,60 @@ def test_the_restore_demo_ends_with_1_if_anything_differs(difference: str) -> No
         seen[part] = seen[part] | values if isinstance(values, dict) else values
     assert demo_restore.as_promised(promised)
     assert not demo_restore.as_promised(seen)
+
+
+@pytest.mark.timeout(110)
+def test_the_assistant_demo_goes_on_after_the_kill_and_writes_each_line_once_on_each_engine(location: Location) -> None:
+    shown = demo("assistant", location, "--json")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    report = json.loads(shown.stdout)
+    assert (report["ledger"], report["model"]) == (location.engine, "scripted")
+    assert report["work"] == {"status": "DONE", "generation": 2}
+    assert report["shopping_list"] == [
+        {"sku": "SKU-VANILLA", "quantity": 4, "generation": 1},
+        {"sku": "SKU-STRAWBERRY", "quantity": 3, "generation": 2},
+    ]
+    assert [row["generation"] for row in report["transcript"]] == [1, 1, 1, 1, 2, 2, 2]
+    assert report["answer"].startswith("Vanilla (4 tubs) and strawberry (3 tubs)")
+    assert _processes_of(location) == []
+
+
+def _row(generation: int, role: str, **rest: Any) -> dict[str, Any]:
+    return {"generation": generation, "message": {"role": role, **rest}}
+
+
+def _added(generation: int, call: str) -> list[dict[str, Any]]:
+    told = '{"ok": true, "result": {"quantity": 4}}'
+    asked = _row(generation, "assistant", tool_calls=[{"id": call}])
+    return [asked, _row(generation, "tool", tool_call_id=call, content=told)]
+
+
+LINES = [
+    {"sku": "SKU-VANILLA", "quantity": 4, "generation": 1},
+    {"sku": "SKU-STRAWBERRY", "quantity": 3, "generation": 2},
+]
+MORNING: dict[str, Any] = {
+    "model": "scripted",
+    "work": {"status": "DONE", "generation": 2},
+    "transcript": [*_added(1, "a"), *_added(2, "b"), _row(2, "assistant")],
+    "lines_admitted": 2,
+    "shopping_list": LINES,
+}
+OTHER_MORNINGS: dict[str, Any] = {
+    "nobody was killed": {"work": {"status": "DONE", "generation": 1}},
+    "no end": {"work": {"status": "BLOCKED", "generation": 2}},
+    "a dead generation wrote later": {"transcript": [*_added(2, "a"), *_added(1, "b")]},
+    "a call without an answer": {"transcript": [*_added(1, "a"), _added(2, "b")[0]]},
+    "a line written twice": {"shopping_list": [LINES[0], *LINES]},
+    "a line without its answer": {"lines_admitted": 1},
+    "other lines": {"shopping_list": LINES[::-1]},
+}
+
+
+@pytest.mark.parametrize("difference", OTHER_MORNINGS)
+def test_the_assistant_demo_ends_with_1_if_anything_differs(difference: str) -> None:
+    assert morning.as_promised(MORNING)
+    assert not morning.as_promised(MORNING | OTHER_MORNINGS[difference])
 
 
 def _processes_of(location: Location) -> list[str]:

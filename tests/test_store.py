@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from support import answer, at_one_barrier, eventually, killed_after_statement, rows
 
 from reference_organizations.store import demo, stock
+from reference_organizations.store.agent import shop_tools
 from reference_organizations.store.organization import (
     CHECKS,
     OPERATOR,
@@ -27,11 +28,13 @@ from reference_organizations.store.organization import (
 )
 from reference_organizations.store.stock import RESTOCKED, SKU_TEA, RestockProposal
 from sovereign_agent import organization, outcomes
+from sovereign_agent.assistant_work import assert_current, claim, enqueue
 from sovereign_agent.configuration import FILE_NAME
 from sovereign_agent.errors import ConfigurationFault, ConstraintBroken, Contention, PolicyRefusal, Refusal
 from sovereign_agent.organization import Organization
 from sovereign_agent.providers.base import Proposal, Report
 from sovereign_agent.records import OutcomeState, ReceiptStatus, SowState
+from sovereign_agent.tool_dispatch import Dispatcher, Fence, Occasion, ToolCall
 
 PROPOSAL = {"sku": SKU_TEA, "quantity": 24, "reason": "It sells."}
 SHOP_TABLES = ("inventory", "till", "cash_entries", "replenishment_events", "evidence")
@@ -614,3 +617,30 @@ def await_running(root):
     running = "SELECT count(*) FROM assignments WHERE state = 'RUNNING'"
     eventually(lambda: shop.db.connection.execute(running).rows[0][0])
     shop.close()
+
+
+# --- what a model may do in the shop --------------------------------------------------------------------------
+
+
+def called(db, claim, name, arguments):
+    """One call of Lucy's assistant, under a claim."""
+    tools = shop_tools(db)
+    fence = Fence(db.transaction, lambda connection, _: (assert_current(connection, claim), claim.generation)[1])
+    dispatcher = Dispatcher(tools, allowed=[tool.name for tool in tools], fence=fence)
+    return dispatcher.invoke(ToolCall("c1", name, arguments), Occasion("op_1"))
+
+
+def test_a_line_of_the_shopping_list_is_written_under_a_claim_once_and_under_a_lost_one_never(db):
+    tools = shop_tools(db)
+    enqueue(db, "morning", "lucy", "Good morning!")
+    held = claim(db, "clerk")
+    wanted = {"sku": "SKU-VANILLA", "quantity": 4}
+    unfenced = Dispatcher(tools, allowed=[tool.name for tool in tools])
+    assert unfenced.invoke(ToolCall("c0", "put_on_shopping_list", wanted)).code == "write_authority_required"
+    assert called(db, replace(held, generation=2), "put_on_shopping_list", wanted).authority_lost
+    assert called(db, held, "put_on_shopping_list", wanted | {"quantity": 0}).code == "invalid_arguments"
+    assert called(db, held, "put_on_shopping_list", wanted | {"sku": "SKU-GOLD"}).code == "tool_failed"
+    assert stock.shopping_list(db.connection) == []
+    assert called(db, held, "put_on_shopping_list", wanted).ok
+    assert called(db, held, "put_on_shopping_list", wanted).code == "tool_failed"
+    assert stock.shopping_list(db.connection) == [stock.Wanted("SKU-VANILLA", 4, 1)]

@@ -1,18 +1,19 @@
 """What a model may do in Lucy's shop.
 
-A tool here reads. Writing needs an authority, and only whoever holds one can say how it is asked: who serves the
-shop adds the tools that write, with a gate of its own.
+Reading needs no authority. The one tool that writes is fenced: it writes in the transaction in which the authority
+of whoever serves the shop has just been checked, and without such a fence the dispatcher refuses it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import asdict
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from reference_organizations.store import stock
 from sovereign_agent.database import Database
-from sovereign_agent.tool_dispatch import Dispatcher, ExecutableTool
+from sovereign_agent.tool_dispatch import Dispatcher, ExecutableTool, Occasion
 
 TUBS = (
     # SKU, name, on hand, needed
@@ -28,6 +29,13 @@ class NoArguments(BaseModel):
     """The arguments of a tool that takes none; those of another begin here, so that they forbid what is extra."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ShoppingArguments(NoArguments):
+    """What is to be bought, and how much of it."""
+
+    sku: Annotated[str, StringConstraints(pattern=stock.SKU_PATTERN)]
+    quantity: Annotated[int, Field(ge=1, le=stock.MOST_UNITS)]
 
 
 def seed_lucy(db: Database) -> None:
@@ -48,7 +56,29 @@ def seed_lucy(db: Database) -> None:
 
 def shop_dispatcher(db: Database) -> Dispatcher:
     """The tools that read the shop; today `list_stock`."""
+    tool = _list_stock(db)
+    return Dispatcher([tool], allowed={tool.name})
 
+
+def shop_tools(db: Database) -> list[ExecutableTool]:
+    """All that Lucy's assistant may do: read the stock, and put on the shopping list what is needed.
+
+    It seeds the shop where there is none, so that ``tools`` of ``[assistant]`` in sovereign.toml can name it.
+    """
+    seed_lucy(db)
+
+    def put_on_shopping_list(wanted: ShoppingArguments, now: Occasion) -> dict[str, Any]:
+        line = stock.put_on_list(now.connection, now.operation_id, wanted.sku, wanted.quantity, generation=now.token)
+        return asdict(line)
+
+    about = "Put a product on the shopping list: its SKU, and how many are to be bought. Each call adds one line."
+    shopping = ExecutableTool(
+        "put_on_shopping_list", about, ShoppingArguments, put_on_shopping_list, consequential=True, fenced=True
+    )
+    return [_list_stock(db), shopping]
+
+
+def _list_stock(db: Database) -> ExecutableTool:
     def list_stock(_: NoArguments) -> list[dict[str, Any]]:
         return [
             {"sku": each.sku, "name": each.name, "available": each.available, "needed": each.reorder_point}
@@ -56,5 +86,4 @@ def shop_dispatcher(db: Database) -> Dispatcher:
         ]
 
     about = "Read what the shop has of each product, and how much of it is needed."
-    tool = ExecutableTool("list_stock", about, NoArguments, list_stock)
-    return Dispatcher([tool], allowed={tool.name})
+    return ExecutableTool("list_stock", about, NoArguments, list_stock)

@@ -1,6 +1,6 @@
 """Stock: what the shop has on its shelves and in its till.
 
-Home of products, inventory, till, cash_entries and replenishment_events.
+Home of products, inventory, till, cash_entries, replenishment_events and shopping_list.
 
 Goods and money move in one transaction or not at all. A restock takes no figure from its caller: what to buy
 stands in the receipt of the completed work, what it costs in the shop's own list, and that it happened stands
@@ -26,6 +26,7 @@ SKU_TEA = "SKU-TEA"
 RESTOCKED = "inventory.restocked"
 """The effect that a statement of work must ask for before anything is bought."""
 
+SKU_PATTERN = r"\A[A-Z0-9][A-Z0-9-]{0,31}\z"
 MOST_UNITS = 500
 """The most that one sale or one restock may move."""
 
@@ -88,6 +89,23 @@ CREATE TABLE cash_entries (
 <append only cash_entries: seq, assignment_id>
 """,
     ),
+    Migration(
+        number=2,
+        name="shopping_list",
+        min_writer=1,
+        sql="""
+-- home: stock
+CREATE TABLE shopping_list (
+    seq <identity>,
+    operation_id TEXT NOT NULL UNIQUE CHECK (operation_id <> ''),
+    sku TEXT NOT NULL REFERENCES products (sku),
+    quantity <integer> NOT NULL CHECK (quantity > 0),
+    generation <integer> NOT NULL CHECK (generation > 0),
+    at <integer> NOT NULL
+) <strict>;
+<append only shopping_list: seq, operation_id>
+""",
+    ),
 )
 
 
@@ -96,7 +114,7 @@ class RestockProposal(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    sku: Annotated[str, StringConstraints(pattern=r"\A[A-Z0-9][A-Z0-9-]{0,31}\z")]
+    sku: Annotated[str, StringConstraints(pattern=SKU_PATTERN)]
     quantity: Annotated[int, Field(ge=1, le=MOST_UNITS)]
     reason: Annotated[str, Field(min_length=1, max_length=400)]
 
@@ -127,6 +145,15 @@ class Sale:
     sku: str
     quantity: int
     amount_cents: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A line of the shopping list, and the generation of the claim under which it was written."""
+
+    sku: str
+    quantity: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +249,25 @@ def record_sale(db: Database, sku: str, quantity: int, *, clock: Clock | None = 
         amount = quantity * int(product["price_cents"])
         _take_in(connection, "sale", sku, amount, at=micros(db.now(clock)))
     return Sale(sku, quantity, amount)
+
+
+def put_on_list(connection: Connection, operation_id: str, sku: str, quantity: int, *, generation: int) -> Wanted:
+    """Write down what is to be bought, in the caller's transaction; one operation writes one line.
+
+    Raises Refusal (``product_missing``).
+    """
+    _held_product(connection, sku)
+    connection.execute(
+        "INSERT INTO shopping_list (operation_id, sku, quantity, generation, at) VALUES (?, ?, ?, ?, ?)",
+        (operation_id, sku, quantity, generation, micros(connection.now())),
+    )
+    return Wanted(sku, quantity, generation)
+
+
+def shopping_list(connection: Connection) -> list[Wanted]:
+    """What is to be bought, in the order in which it was written down."""
+    rows = connection.execute("SELECT sku, quantity, generation FROM shopping_list ORDER BY seq")
+    return [Wanted(*row) for row in rows]
 
 
 def apply_restock(connection: Connection, organization: Organization, assignment_id: str) -> Replenishment:

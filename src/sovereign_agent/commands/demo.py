@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -22,17 +23,7 @@ DemoRoot = Annotated[
 @app.command()
 def store(*, mode: Mode = "simulated", root: Root = HERE, json: Json = False) -> None:
     """Run the reference shop in the folder --root: stock runs low, an agent proposes, people decide."""
-    from importlib.metadata import entry_points
-
-    demos = entry_points(group="sovereign_agent.demos", name="store")
-    if not demos:
-        raise Refusal(
-            "The demo store was not started.",
-            category="demo_missing",
-            why="No installed package provides it.",
-            next_command="pip install sovereign-agent",
-        )
-    raise typer.Exit(next(iter(demos)).load()(root, mode, json))
+    raise typer.Exit(_installed("store")(root, mode, json))
 
 
 @app.command()
@@ -49,3 +40,27 @@ def restore(*, ledger: Ledger = "", root: DemoRoot = None, json: Json = False) -
     from sovereign_agent.commands import demo_restore
 
     raise typer.Exit(demo_restore.main(json=json, ledger=ledger, root=root))
+
+
+@app.command()
+def assistant(*, ledger: Ledger = "", root: DemoRoot = None, json: Json = False) -> None:
+    """Kill the service that answers Lucy while its model thinks, and see another one go on.
+
+    The model is a recorded one; a live one when OPENAI_API_KEY is set.
+    """
+    raise typer.Exit(_installed("assistant")(json=json, ledger=ledger, root=root))
+
+
+def _installed(name: str) -> Callable[..., int]:
+    """A demo that another package of this distribution provides. Raises Refusal (``demo_missing``)."""
+    from importlib.metadata import entry_points
+
+    demos = entry_points(group="sovereign_agent.demos", name=name)
+    if not demos:
+        raise Refusal(
+            f"The demo {name} was not started.",
+            category="demo_missing",
+            why="No installed package provides it.",
+            next_command="pip install sovereign-agent",
+        )
+    return next(iter(demos)).load()  # pyright: ignore[reportAny]
