@@ -1,4 +1,4 @@
-"""`sovereign-agent demo crash`, `demo restore` and `demo assistant`, run as a person runs them: real processes, signals and clocks."""
+"""`sovereign-agent demo` crash, restore and assistant, run as a person runs them: real processes, signals, clocks."""
 
 from __future__ import annotations
 
