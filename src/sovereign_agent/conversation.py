@@ -249,7 +249,7 @@ def context(connection: Connection, claim: Claim, *, system: str = "", most_byte
     asked: Message = {"role": "user", "content": claim.prompt}
     earlier, left_out = _earlier(connection, claim.session, most_bytes - _size(system) - _size(asked))
     more = " or more" * (left_out == MOST_COUNTED)
-    notice = f"The {left_out}{more} oldest turns of this conversation are left out." if left_out else ""
+    notice = f"The oldest turns of this conversation are left out, {left_out}{more} of them." if left_out else ""
     first = "\n\n".join(filter(None, [system, notice]))
     whole: list[Message] = [{"role": "system", "content": first}] if first else []
     return [*whole, *earlier, asked, *_transcript(connection, claim.id)]

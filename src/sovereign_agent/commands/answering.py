@@ -16,7 +16,7 @@ from sovereign_agent.assistant_work import Claim
 from sovereign_agent.commands.printing import plain
 from sovereign_agent.configuration import FILE_NAME, AssistantSettings, resolve_reference
 from sovereign_agent.conversation import Watch
-from sovereign_agent.errors import ConfigurationFault
+from sovereign_agent.errors import ConfigurationFault, SovereignError
 from sovereign_agent.llm_lab import LiveModel, ScriptedModel, scripted_turn
 from sovereign_agent.organization import Organization
 from sovereign_agent.tool_dispatch import ExecutableTool
@@ -99,12 +99,19 @@ def _live(settings: AssistantSettings, watch: Watch) -> Model:
 def _tools(org: Organization, settings: AssistantSettings) -> Callable[[Claim], Iterable[ExecutableTool]]:
     if settings.tools is None:
         return lambda _: ()
-    built: list[Any] = resolve_reference(settings.tools, org.root)(org.db)
-    if type(built) is not list or not all(isinstance(each, ExecutableTool) for each in built):
-        raise ConfigurationFault(
-            f"{settings.tools} in {FILE_NAME} returned no list of ExecutableTool.",
-            category="tools_unusable",
-            inspect=FILE_NAME,
-            next_command="correct the function: it is given the ledger and returns the tools",
-        )
-    return lambda _: built
+    why = "What it returned is no list of ExecutableTool."
+    try:
+        built: list[Any] = resolve_reference(settings.tools, org.root)(org.db)
+        if type(built) is list and all(isinstance(each, ExecutableTool) for each in built):
+            return lambda _: built
+    except SovereignError:
+        raise
+    except Exception as error:  # noqa: BLE001 - it is a user's code and may raise anything
+        why = f"{type(error).__name__}: {error}"
+    raise ConfigurationFault(
+        f"{settings.tools} in {FILE_NAME} gave no tools.",
+        category="tools_unusable",
+        why=why,
+        inspect=FILE_NAME,
+        next_command="correct the function: it is given the ledger and returns a list of ExecutableTool",
+    )

@@ -166,6 +166,30 @@ def transcript(
     answer({"lines": lines}, text or "Nothing was said yet.", as_json=json)
 
 
+@app.command()
+def evidence(
+    item: WorkId,
+    *,
+    after: Annotated[int, typer.Option("--after", metavar="N", help="Only what stands behind number N.")] = 0,
+    root: Root = HERE,
+    json: Json = False,
+) -> None:
+    """Show why tools and models failed over an item, up to 100 pieces: what no model is told."""
+    from sovereign_agent import assistant_work, conversation
+    from sovereign_agent.clock import moment
+
+    with opened(root, read_only=True) as org:
+        assistant_work.get_work(org.db.connection, item)
+        pieces = [
+            dict(row) | {"created_at": moment(row["created_at"])}
+            for row in conversation.evidence(org.db.connection, item, after=after)
+        ]
+    text = "\n".join(
+        entry(f"{one['seq']}  {one['code']}", [("call", one["call_id"]), ("why", one["detail"])]) for one in pieces
+    )
+    answer({"evidence": pieces}, text or "Nothing failed.", as_json=json)
+
+
 Script = Annotated[
     Path | None,
     typer.Option("--script", metavar="FILE", help="Play a recorded JSON transcript: to try it without a model."),
