@@ -6,17 +6,16 @@ import json
 import sys
 import time
 import types
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from model_endpoint import KEY, Endpoint, cut, endless, hang_up, reply
 
 from reference_organizations.store.agent import NoArguments, seed_lucy, shop_dispatcher
 from sovereign_agent import llm_lab
@@ -36,94 +35,11 @@ from sovereign_agent.llm_lab import (
 )
 from sovereign_agent.tool_dispatch import Dispatcher, ExecutableTool
 
-KEY = "sk-test-0123456789"
 LIMITS = Limits(model_calls=4, tool_calls=8, seconds=60, output_tokens=77)
 ASK = [{"role": "user", "content": "Look."}]
 
 
 # --- the endpoint -------------------------------------------------------------------------------------------
-
-
-def reply(**message: Any) -> bytes:
-    reason = message.pop("reason", "stop")
-    body = {"choices": [{"message": {"role": "assistant", **message}, "finish_reason": reason}]}
-    return json.dumps(body | {"usage": {"prompt_tokens": 11, "completion_tokens": 7}}).encode()
-
-
-class Endpoint:
-    """Answers as it is told, in order, the last answer for ever; remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.answers: list[Any] = []
-        self.asked: list[dict[str, Any]] = []
-        self.keys: list[str] = []
-        endpoint = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                endpoint.keys.append(self.headers["Authorization"])
-                endpoint.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                answers = endpoint.answers
-                answer = answers.pop(0) if len(answers) > 1 else answers[0]
-                if callable(answer):
-                    answer(self)
-                else:
-                    send(self, *answer) if isinstance(answer, tuple) else send(self, 200, answer)
-                self.close_connection = True
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
-        self._thread = Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-def send(
-    handler: BaseHTTPRequestHandler, status: int, body: bytes, headers: Any = (), *, length: int | None = None
-) -> None:
-    handler.send_response(status)
-    handler.send_header("Content-Type", "application/json")
-    handler.send_header("Content-Length", str(len(body) if length is None else length))
-    for name, value in headers:
-        handler.send_header(name, value)
-    handler.end_headers()
-    handler.wfile.write(body)
-
-
-def cut(handler: BaseHTTPRequestHandler) -> None:
-    """Half of a reply, and then nothing more."""
-    whole = reply(content="Half of this")
-    send(handler, 200, whole[: len(whole) // 2], length=len(whole))
-
-
-def hang_up(handler: BaseHTTPRequestHandler) -> None:
-    handler.connection.close()
-
-
-def endless(handler: BaseHTTPRequestHandler) -> None:
-    handler.send_response(200)
-    handler.end_headers()
-    try:
-        while True:
-            handler.wfile.write(b" " * 2**16)
-    except OSError:
-        pass
-
-
-@pytest.fixture
-def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    server = Endpoint()
-    yield server
-    server.close()
 
 
 @pytest.fixture

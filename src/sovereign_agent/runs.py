@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from sovereign_agent import fencing, journal, outcomes, workspace
-from sovereign_agent.clock import monotonic
+from sovereign_agent.clock import Clock, monotonic
 from sovereign_agent.configuration import AuthoritySettings
-from sovereign_agent.database import Connection, Database
+from sovereign_agent.database import Connection, Database, admit
 from sovereign_agent.errors import (
     AlreadyHeld,
     AuthorityLost,
@@ -32,6 +32,7 @@ from sovereign_agent.errors import (
     LedgerUnavailable,
     PolicyRefusal,
     SovereignError,
+    actor_lease_lost,
     execution_attempt_lost,
     lease_unconfirmed,
 )
@@ -314,6 +315,26 @@ def _finish_once(db: Database, attempt: ExecutionAttempt, receipt: Receipt) -> R
         if written and written.id == receipt.id:  # only the answer to an earlier commit was lost
             return written
         raise
+
+
+def require_current(
+    connection: Connection, assignment_id: str, attempt_id: str, actor_id: str, clock: Clock | None = None
+) -> int:
+    """The token of an attempt under which something may still be done, until the caller's transaction ends.
+
+    Stricter than the terminal write: what has run out begins nothing new. Raises PolicyRefusal (``paused``) and
+    AuthorityLost (``epoch_replaced``, ``execution_attempt_lost``, ``actor_lease_lost``).
+    """
+    admit(connection)
+    fencing.lock_lease(connection, actor_id)
+    attempt, lease = fencing.active_attempt(connection, assignment_id), fencing.lease_on(connection, actor_id)
+    now = clock() if clock else connection.now()
+    if attempt is None or attempt.id != attempt_id or attempt.expires_at <= now:
+        raise execution_attempt_lost(assignment_id, attempt_id)
+    token = attempt.actor_lease_fencing_token
+    if lease is None or lease.fencing_token != token or lease.expires_at <= now:
+        raise actor_lease_lost(actor_id, token)
+    return attempt.fencing_token
 
 
 def losses_that_park(connection: Connection, sow_id: str, authority: AuthoritySettings) -> list[str]:
