@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import time
@@ -245,6 +246,66 @@ def test_a_server_that_does_not_answer_is_left_at_the_time_of_the_run(endpoint, 
     assert time.monotonic() - started < 2.5
 
 
+def test_hazard_39_headers_that_come_in_drops_do_not_outlast_the_time_of_the_run(endpoint, naps):
+    def drops(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Drops: ")
+        try:
+            for _ in range(100):
+                handler.wfile.write(b".")
+                time.sleep(0.03)
+        except OSError:
+            pass
+
+    started = time.monotonic()
+    result = run(endpoint, naps, drops, limits=replace(LIMITS, seconds=0.5))
+    assert (result.status, result.failure) == ("MODEL_FAILED", "timeout")
+    assert time.monotonic() - started < 1.5
+
+
+def test_a_refusal_without_end_is_read_to_its_beginning_only(endpoint, naps):
+    def refusal(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(400)
+        handler.end_headers()
+        try:
+            while True:
+                handler.wfile.write(b"no " * 2**14)
+        except OSError:
+            pass
+
+    result = run(endpoint, naps, refusal, limits=replace(LIMITS, seconds=5))
+    assert (result.failure, result.detail[-600:].count("no ") > 100) == ("request_refused", True)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_refused_and_the_key_goes_nowhere_else(endpoint, naps, status):
+    elsewhere = Endpoint()
+    try:
+        elsewhere.answers[:] = [reply(content="Caught it.")]
+        away = (status, b"", [("Location", f"{elsewhere.url}/chat/completions")])
+        result = run(endpoint, naps, away)
+        assert (result.status, result.failure, elsewhere.keys) == ("MODEL_FAILED", "request_refused", [])
+    finally:
+        elsewhere.close()
+
+
+def test_a_packed_reply_is_not_unpacked_whatever_it_would_become(endpoint, naps):
+    bomb = gzip.compress(bytes(2**26))
+    result = run(endpoint, naps, (200, bomb, [("Content-Encoding", "gzip")]))
+    assert (result.status, result.failure) == ("MODEL_FAILED", "not_json")
+
+
+def test_a_key_in_a_reply_is_taken_out_before_anybody_reads_it(endpoint, naps):
+    assert run(endpoint, naps, reply(content=f"Yours is {KEY}.")).answer == "Yours is [key]."
+
+
+@pytest.mark.parametrize("key", ["k\u00e9y", "one\ntwo", "\0"])
+def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(key):
+    with pytest.raises(ConfigurationFault) as refused:
+        LiveModel("some-model", key)
+    assert refused.value.category == "invalid_key"
+    assert key not in repr(refused.value.document())
+
+
 # --- which model --------------------------------------------------------------------------------------------
 
 
@@ -265,6 +326,17 @@ def test_with_a_key_the_model_is_the_live_one(monkeypatch, endpoint):
     model._client.close()
 
 
+def test_model_and_endpoint_come_from_where_the_key_does_and_what_is_given_comes_first(monkeypatch, endpoint):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("OPENAI_MODEL", "another-model")
+    monkeypatch.setenv("OPENAI_BASE_URL", endpoint.url)
+    found, given_first = build_model([]), build_model([], model="mine", base_url="http://127.0.0.1:1/v1")
+    assert (found.model, found.base_url) == ("another-model", endpoint.url)
+    assert (given_first.model, given_first.base_url) == ("mine", "http://127.0.0.1:1/v1")
+    for model in (found, given_first):
+        model._client.close()
+
+
 def test_a_failing_live_model_is_never_replaced_by_the_recording(monkeypatch, endpoint):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     endpoint.answers[:] = [(401, b"no")]
@@ -283,6 +355,9 @@ def test_colabs_secret_comes_before_the_environment_and_its_refusal_is_no_key(mo
     monkeypatch.setenv("OPENAI_API_KEY", "from the environment")
     userdata.get = lambda name: f"secret {name}"
     assert resolve_api_key() == "secret OPENAI_API_KEY"
+    model = build_model([])
+    assert (model.model, model.base_url) == ("secret OPENAI_MODEL", "secret OPENAI_BASE_URL")
+    model._client.close()
     userdata.get = lambda _: 1 / 0
     assert resolve_api_key() == "from the environment"
 

@@ -7,44 +7,41 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
 import pytest
 import tomlkit
-from conftest import Location
 from model_endpoint import KEY, Endpoint, calls, cut, hang_up, reply, send
 from support import (
     _processes,
-    answer,
+    attempt_on,
     configure,
     eventually,
     governed_work,
-    in_a_session,
     judge_and_accept,
     ledger_facts,
     rows,
     until_blocked,
 )
 
-from sovereign_agent import assistant_service, configuration, fencing, journal, runs
+from sovereign_agent import assistant_service, configuration, fencing, outcomes, runs
 from sovereign_agent.agent_loop import LoopStatus
-from sovereign_agent.clock import micros
-from sovereign_agent.configuration import ModelSettings
-from sovereign_agent.database import Database, Migration
+from sovereign_agent.commands.checkup import check_up
+from sovereign_agent.configuration import LimitSettings, ModelSettings
+from sovereign_agent.database import Migration
 from sovereign_agent.errors import AuthorityLost, ConfigurationFault, PolicyRefusal
-from sovereign_agent.model_program import ENDINGS, Authority, dispatcher_for, own_tools
+from sovereign_agent.model_program import ENDINGS, Authority, Nothing, dispatcher_for, limits_of, own_tools
 from sovereign_agent.organization import Organization
-from sovereign_agent.providers import build, model
+from sovereign_agent.providers import model
 from sovereign_agent.providers.base import PRECEDENCE, Envelope, OutcomeBrief, SowBrief
 from sovereign_agent.records import Assignment, ExecutionAttempt, OutcomeState, Receipt, ReceiptStatus
 from sovereign_agent.supervisor import tick
-from sovereign_agent.tool_dispatch import ExecutableTool, ToolCall
-from sovereign_agent.workspace import allocate
+from sovereign_agent.tool_dispatch import Dispatcher, ExecutableTool, ToolCall
+from sovereign_agent.workspace import allocate, locate
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -56,7 +53,7 @@ PRINCIPAL = "principal-human"
 NOTES = (
     Migration(number=1, name="notes", min_writer=1, sql="-- home: notes\nCREATE TABLE notes (text TEXT NOT NULL);"),
 )
-NOTEBOOK = '''
+NOTEBOOK = """
 from pydantic import BaseModel, ConfigDict
 from sovereign_agent.tool_dispatch import ExecutableTool
 
@@ -70,7 +67,7 @@ def tools(db):
         print("noted")
         return "noted"
     return [ExecutableTool("note", "Note something.", Note, note, consequential=True, fenced=True)]
-'''
+"""
 REPORT = {"status": "completed", "summary": "The till is counted.", "deliverables": ["till.txt"]}
 TILL = {"name": "till.txt", "text": "412.50\n"}
 WORK = (
@@ -128,10 +125,8 @@ class Thinking:
     def __call__(self, handler: Any) -> None:
         self.begun.set()
         self.over.wait(60)
-        try:
+        with suppress(OSError):  # whoever asked may be gone
             send(handler, 200, self._body)
-        except OSError:
-            pass  # whoever asked is gone
 
 
 @contextmanager
@@ -238,27 +233,26 @@ LIST = calls(("list_files", {}))
 
 @one_engine
 @pytest.mark.parametrize(
-    ("answers", "limits", "category", "words"),
+    ("answers", "limits", "told"),
     [
-        ((LIST, reply(content="")), {}, "provider_error", "answered nothing"),
-        ((b"<html>",), {}, "provider_error", "not_json"),
-        ((b'{"choices": []}',), {}, "provider_error", "no_choices"),
-        ((reply(content="x", reason="content_filter"),), {}, "provider_error", "content_filter"),
-        (((401, b"no"),), {}, "provider_error", "unauthorized"),
-        ((cut,), {"seconds": 0.7}, "provider_error", "cut_stream"),
-        ((hang_up,), {"seconds": 0.7}, "provider_error", "connection_failed"),
-        ((LIST, LIST), {}, "provider_error", "one id"),
-        ((LIST,), {"model_calls": 1}, "actor_reported_failure", "model calls"),
-        ((LIST,), {"tool_calls": 0}, "actor_reported_failure", "tool calls"),
-        ((LIST,), {"money": 0.000001}, "actor_reported_failure", "money"),
-        ((reply(content="x", reason="length"),), {}, "actor_reported_failure", "tokens"),
-        ((LIST, lambda _: threading.Event().wait(3)), {"seconds": 1.2}, "provider_error", "timeout"),
+        ((LIST, reply(content="")), {}, ("provider_error", "answered nothing")),
+        ((b"<html>",), {}, ("provider_error", "not_json")),
+        ((b'{"choices": []}',), {}, ("provider_error", "no_choices")),
+        ((reply(content="x", reason="content_filter"),), {}, ("provider_error", "content_filter")),
+        (((401, b"no"),), {}, ("provider_error", "unauthorized")),
+        ((cut,), {"seconds": 0.7}, ("provider_error", "cut_stream")),
+        ((hang_up,), {"seconds": 0.7}, ("provider_error", "connection_failed")),
+        ((LIST, LIST), {}, ("provider_error", "one id")),
+        ((LIST,), {"model_calls": 1}, ("actor_reported_failure", "model calls")),
+        ((LIST,), {"tool_calls": 0}, ("actor_reported_failure", "tool calls")),
+        ((LIST,), {"money": 0.000001}, ("actor_reported_failure", "money")),
+        ((reply(content="x", reason="length"),), {}, ("actor_reported_failure", "tokens")),
+        ((LIST, lambda _: threading.Event().wait(3)), {"seconds": 1.2}, ("provider_error", "timeout")),
     ],
     ids=range(13),
 )
-def test_hazard_32_what_a_model_does_wrong_is_a_failure_with_a_name(
-    shop, endpoint, answers, limits, category, words
-):
+def test_hazard_32_what_a_model_does_wrong_is_a_failure_with_a_name(shop, endpoint, answers, limits, told):
+    category, words = told
     receipt = run(shop, endpoint, *answers, **limits)
     assert verdict(receipt) == ("failed", category)
     assert words in receipt.summary
@@ -266,7 +260,9 @@ def test_hazard_32_what_a_model_does_wrong_is_a_failure_with_a_name(
 
 def test_hazard_40_a_server_that_breaks_after_a_tool_has_acted_does_not_make_it_act_again(shop, endpoint):
     note, broken = calls(("note", {"text": "ordered"})), (502, b"")
-    receipt = run(shop, endpoint, note, broken, calls(("report", REPORT | {"deliverables": []})), reply(content="Done."))
+    receipt = run(
+        shop, endpoint, note, broken, calls(("report", REPORT | {"deliverables": []})), reply(content="Done.")
+    )
     assert (verdict(receipt), len(notes(shop))) == (("completed", ""), 1)
     receipt = run(shop, endpoint, note, broken, seconds=3.0)
     assert (verdict(receipt), len(notes(shop))) == (("failed", "provider_error"), 2)
@@ -280,14 +276,17 @@ def test_a_report_that_claims_success_does_not_outweigh_how_the_loop_ended(shop,
 
 @one_engine
 @pytest.mark.parametrize(
-    ("tools", "words"),
-    [("nobody:tools", "leads nowhere"), ("double:tools", "two tools have one name")],
+    ("tools", "category", "words"),
+    [
+        ("nobody:tools", "provider_unavailable", "leads nowhere"),
+        ("double:tools", "nonzero_exit", "two tools have one name"),
+    ],
 )
-def test_tools_that_cannot_be_used_are_a_failure_in_words(shop, endpoint, tools, words):
+def test_tools_that_cannot_be_used_are_a_failure_in_words(shop, endpoint, tools, category, words):
     (shop.root / "double.py").write_text("import notebook\ntools = lambda db: notebook.tools(db) * 2\n")
     configure(shop, lambda document: document["providers"]["thinker"].update(tools=tools))
     receipt = run(shop, endpoint, reply(content="Done."))
-    assert verdict(receipt) == ("failed", "provider_unavailable")
+    assert verdict(receipt) == ("failed", category)
     assert words in receipt.summary
     assert endpoint.asked == []
 
@@ -297,30 +296,35 @@ def test_tools_that_cannot_be_used_are_a_failure_in_words(shop, endpoint, tools,
 NOTE = calls(("note", {"text": "too late"}), ("write_deliverable", TILL))
 
 
-def cancel(org: Organization, location: Location, assignment_id: str) -> None:
-    org.cancel(assignment_id, PRINCIPAL)
+LOSSES = {
+    "it ran out": "UPDATE execution_attempts SET expires_at = 1, deadline = 1",
+    "its lease ran out": "UPDATE actor_leases SET expires_at = 1",
+    "its lease was passed on": "UPDATE actor_leases SET fencing_token = fencing_token + 1, process_identity = 'proc_x'",
+    "its lease was given back": "DELETE FROM actor_leases",
+}
 
 
-def recover(org: Organization, location: Location, assignment_id: str) -> None:
-    """What is left after the worker has been silent for too long, and a supervisor has looked."""
-    with org.db.transaction() as connection:
-        connection.execute("UPDATE execution_attempts SET expires_at = 1, deadline = 1 WHERE status = 'ACTIVE'")
-    assert tick(org).recovered_assignments
+def lose(org: Organization, how: str, assignment_id: str) -> None:
+    """What becomes of an attempt without its worker's knowledge."""
+    match how:
+        case "it was canceled":
+            org.cancel(assignment_id, PRINCIPAL)
+        case "it was recovered":
+            lose(org, "it ran out", assignment_id)
+            assert tick(org).recovered_assignments
+        case "another epoch began":
+            org.db.authority.write_text("epoch_of_somebody_else")
+        case "everything was paused":
+            assistant_service.pause(org.db, PRINCIPAL, "the till is locked")
+        case _:
+            with org.db.transaction() as connection:
+                connection.execute(LOSSES[how])
 
 
-def lose_the_lease(org: Organization, location: Location, assignment_id: str) -> None:
-    with org.db.transaction() as connection:
-        token = fencing.next_token(connection)
-        connection.execute("UPDATE actor_leases SET fencing_token = ?, process_identity = 'proc_else'", (token,))
-
-
-@pytest.mark.parametrize("lose", [cancel, recover, lose_the_lease])
-def test_what_a_model_wants_after_its_authority_was_lost_is_refused_and_nothing_is_recorded(
-    shop, endpoint, location, lose
-):
+@pytest.mark.parametrize("how", ["it was canceled", "it was recovered", "its lease was passed on"])
+def test_what_a_model_wants_after_its_authority_was_lost_is_refused_and_nothing_is_recorded(shop, endpoint, how):
     with thinking(shop, endpoint, NOTE) as (assignment, thought, running):
-        in_a_session(location, lambda db: None)
-        lose(shop, location, assignment.id)
+        lose(shop, how, assignment.id)
         before = {table: rows(shop.db, table) for table in ("receipts", "events", "assignments")}
         thought.over.set()
         with pytest.raises(AuthorityLost):
@@ -339,8 +343,188 @@ def test_what_a_model_wants_while_its_authority_lasts_is_done(shop, endpoint):
 
 def test_a_pause_ends_the_run_before_its_next_tool(shop, endpoint):
     with thinking(shop, endpoint, NOTE) as (_, thought, running):
-        assistant_service.pause(shop.db, PRINCIPAL, "the till is locked")
+        lose(shop, PAUSED, "")
         thought.over.set()
         receipt = running.result(60)
     assert (verdict(receipt), notes(shop), receipt.detail["deliverables"]) == (("failed", "interrupted"), [], [])
     assert "paused" in receipt.summary
+
+
+@contextmanager
+def held(org: Organization) -> Iterator[tuple[Authority, ExecutionAttempt]]:
+    """An attempt that this process holds, as the program knows it."""
+    outcome, sow, assignment = governed_work(org)
+    lease = fencing.acquire_actor_lease(org.db, OPERATOR, org.process_identity)
+    attempt = attempt_on(org.db, assignment.id, lease, None)
+    told = Envelope(
+        assignment_id=assignment.id,
+        attempt_id=attempt.id,
+        actor_id=OPERATOR,
+        outcome=OutcomeBrief(id=outcome.id, title=outcome.title, desired_state=outcome.desired_state),
+        sow=SowBrief(id=sow.id, scope=sow.scope),
+    )
+    yield Authority(org.db, told), attempt
+
+
+def tools_of(org: Organization, authority: Authority, attempt: ExecutionAttempt) -> Dispatcher:
+    folder = allocate(org.root, attempt.id)
+    theirs = configuration.resolve_reference("notebook:tools", org.root)(org.db)
+    return dispatcher_for(authority, [*own_tools(folder), *theirs])
+
+
+def asked(tool: str, **arguments: Any) -> ToolCall:
+    return ToolCall("c1", tool, arguments)
+
+
+WRITES = (asked("note", text="n"), asked("write_deliverable", **TILL), asked("report", status="failed", summary="s"))
+
+
+PAUSED = "everything was paused"
+
+
+@pytest.mark.parametrize("how", [*LOSSES, "it was canceled", "it was recovered", "another epoch began", PAUSED])
+def test_no_consequential_tool_acts_without_the_attempt(shop, how):
+    with held(shop) as (authority, attempt):
+        tools = tools_of(shop, authority, attempt)
+        lose(shop, how, attempt.assignment_id)
+        answers = [tools.invoke(call) for call in WRITES]
+        assert [(each.ok, each.effect, each.authority_lost) for each in answers] == [(False, "none", how != PAUSED)] * 3
+        assert notes(shop) == []
+        assert [*locate(shop.root, attempt.id).out.iterdir()] == []
+        assert tools.invoke(asked("list_files")).ok  # to look is nobody's harm
+        with pytest.raises(PolicyRefusal if how == PAUSED else AuthorityLost):
+            authority.check_current()
+
+
+def test_each_consequential_tool_acts_under_the_attempt_and_is_told_its_token(shop):
+    with held(shop) as (authority, attempt):
+        tools = tools_of(shop, authority, attempt)
+        authority.check_current()
+        assert [tools.invoke(call).ok for call in WRITES] == [True] * 3
+        assert notes(shop) == [f"n under {attempt.fencing_token}"]
+
+
+def test_who_cancels_waits_for_a_fenced_write_that_has_passed_its_check(shop):
+    with held(shop) as (authority, attempt), ThreadPoolExecutor(1) as pool:
+        canceling: list[Future[Any]] = []
+
+        def note(_: Any, now: Any) -> str:
+            canceling.append(pool.submit(shop.cancel, attempt.assignment_id, PRINCIPAL))
+            until_blocked(shop.db, canceling[0])
+            now.connection.execute("INSERT INTO notes (text) VALUES ('in time')")
+            return "noted"
+
+        tool = ExecutableTool("note", "Note.", Nothing, note, consequential=True, fenced=True)
+        tools = dispatcher_for(authority, [tool])
+        assert tools.invoke(asked("note")).ok
+        canceling[0].result(60)
+        assert notes(shop) == ["in time"]
+        assert tools.invoke(asked("note")).authority_lost
+
+
+def test_a_fenced_write_waits_for_who_cancels_and_is_refused(shop):
+    with held(shop) as (authority, attempt), ThreadPoolExecutor(1) as pool:
+        tools = tools_of(shop, authority, attempt)
+        with shop.db.immediate() as connection:
+            assignment = outcomes.get_assignment(connection, attempt.assignment_id)
+            runs.revoke(connection, assignment, PRINCIPAL, now=shop.db.now())
+            noting = pool.submit(tools.invoke, WRITES[0])
+            until_blocked(shop.db, noting)
+        assert noting.result(60).authority_lost
+        assert notes(shop) == []
+
+
+# --- crashes --------------------------------------------------------------------------------------------------
+
+
+def test_a_program_that_dies_over_a_fenced_write_leaves_nothing_of_it(shop, endpoint):
+    dying = NOTEBOOK.replace('return "noted"', "__import__('os').kill(__import__('os').getpid(), 9)")
+    (shop.root / "notebook.py").write_text(dying)
+    assert verdict(run(shop, endpoint, *WORK)) == ("failed", "killed")
+    assert notes(shop) == []
+
+
+def worker(root: str, assignment_id: str) -> None:
+    os.environ["SHOP_KEY"] = KEY
+    Organization(root).run_assignment(assignment_id)
+
+
+def programs_below(pid: int) -> list[psutil.Process]:
+    return [each for each in psutil.Process(pid).children(recursive=True) if "model_program" in str(each.cmdline())]
+
+
+def test_a_worker_that_is_killed_while_its_model_thinks_leaves_no_program_and_no_result(shop, endpoint):
+    thought = Thinking(calls(("note", {"text": "from beyond"})))
+    endpoint.answers[:] = [thought]
+    assignment = governed_work(shop)[2]
+    process = _processes.Process(target=worker, args=(str(shop.root), assignment.id))
+    process.start()
+    try:
+        assert thought.begun.wait(60)
+        [program] = programs_below(process.pid)
+        os.kill(process.pid, signal.SIGKILL)
+        eventually(lambda: not program.is_running() or program.status() == psutil.STATUS_ZOMBIE)
+    finally:
+        process.kill()
+        process.join()
+        thought.over.set()
+    assert ledger_facts(shop.db, assignment.id)["assignment"] == "RUNNING"  # the last that anybody knew
+    lose(shop, "it was recovered", assignment.id)
+    assert ledger_facts(shop.db, assignment.id)["receipts"] == [("failed", "worker_lost")]
+    assert notes(shop) == []
+
+
+# --- settings -------------------------------------------------------------------------------------------------
+
+THINKER = {"kind": "model", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "words"),
+    [
+        ({"run_as": "nobody"}, "run_as", "could not open the ledger"),
+        ({"base_url": "https://user:hunter2@host/v1"}, "base_url", "key_env"),
+        ({"base_url": "https://host/v1?key=hunter2"}, "base_url", "key_env"),
+        ({"base_url": "file:///etc/passwd"}, "base_url", "https://"),
+        ({"base_url": "http://"}, "base_url", "https://"),
+        ({"key_env": "sk-hunter2"}, "key_env", "form"),
+        ({"limits": {"money": 1.0}}, "", "without prices"),
+        ({"limits": {"seconds": 0}}, "limits.seconds", "greater than 0"),
+        ({"limits": {"model_calls": 0}}, "limits.model_calls", "greater than or equal to 1"),
+        ({"prices": [-1, 2]}, "prices.0", "greater than or equal to 0"),
+        ({"tools": "no reference"}, "tools", "form"),
+        ({"api_key": "hunter2"}, "api_key", "no such key"),
+    ],
+    ids=range(12),
+)
+def test_a_model_that_cannot_be_meant_is_refused_with_its_key_and_no_secret_is_repeated(tmp_path, change, key, words):
+    path = tmp_path / configuration.FILE_NAME
+    configuration.write_default(tmp_path)
+    document = tomlkit.parse(path.read_text())
+    document["providers"]["thinker"] = THINKER | change
+    path.write_text(tomlkit.dumps(document))
+    with pytest.raises(ConfigurationFault) as refused:
+        configuration.load(tmp_path)
+    place = f"providers.thinker.{key}" if key else "providers.thinker"
+    assert f": {place}: " in str(refused.value)
+    assert words in str(refused.value)
+    assert "hunter2" not in repr(refused.value.document())
+
+
+def test_the_settings_of_a_model_have_limits_that_nobody_has_to_write():
+    limits = limits_of(ModelSettings.model_validate(THINKER).limits)
+    assert (limits.model_calls, limits.tool_calls, limits.output_tokens, limits.cost_micros) == (50, 200, 8192, None)
+    assert limits_of(LimitSettings(money=2.5)).cost_micros == 2_500_000
+
+
+@one_engine
+@pytest.mark.parametrize(("key", "installed", "verdict"), [(KEY, True, "ok"), ("", True, "warn"), (KEY, False, "warn")])
+def test_doctor_says_whether_a_model_could_be_asked_and_shows_no_key(shop, monkeypatch, key, installed, verdict):
+    monkeypatch.setenv("SHOP_KEY", key)
+    monkeypatch.setattr(model, "is_installed", lambda: installed)
+    findings = check_up(shop.root)
+    [found] = [each for each in findings if each.found.startswith("thinker:")]
+    words = {True: "yes", False: "no"}
+    assert found.found == f"thinker: openai package installed: {words[installed]}, SHOP_KEY set: {words[bool(key)]}"
+    assert (found.verdict, bool(found.mend)) == (verdict, verdict == "warn")
+    assert KEY not in repr(findings)

@@ -87,7 +87,8 @@ class LiveModel:
         prices: currency units per million tokens, of input and of output. Without them no cost is told.
         sleep: waits between two requests. It may raise AuthorityLost, and should, when it finds the claim gone.
 
-    Raises ConfigurationFault (``openai_missing``) when the `openai` package is not installed.
+    Raises ConfigurationFault: ``openai_missing`` when the `openai` package is not installed, ``invalid_key`` for a key
+    that no header can hold.
     """
 
     model: str
@@ -104,6 +105,10 @@ class LiveModel:
             sentence = "There is a key for a live model, and no openai package to ask it with."
             install = "pip install 'sovereign-agent[live]'"
             raise ConfigurationFault(sentence, category="openai_missing", next_command=install) from None
+        if not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigurationFault(
+                "The key of the live model is none that a header can hold.", category="invalid_key"
+            )
         self._client = self._openai.OpenAI(
             api_key=self.api_key,
             base_url=self.base_url,
@@ -151,24 +156,19 @@ class LiveModel:
         try:
             return reply.result(max(deadline - monotonic(), 0))
         except TimeoutError:
-            raise ProviderFault("The reply did not come in time.", category="timeout") from None
+            raise _too_late() from None
 
     def _post(self, request: dict[str, Any], deadline: float) -> bytes:
-        body, patience = bytearray(), min(max(deadline - monotonic(), 0.001), 3600)
+        patience = min(max(deadline - monotonic(), 0.001), 3600)
         try:
             asked = self._client.chat.completions.with_streaming_response.create(**request, timeout=patience)
             with asked as response:
-                for chunk in response.http_response.iter_raw():
-                    body += chunk
-                    if len(body) > MOST_BODY_BYTES or monotonic() >= deadline:
-                        break
+                body = _read(response.http_response, MOST_BODY_BYTES, deadline)
         except Exception as error:  # noqa: BLE001 - whatever the package and the transport below it raise
             raise self._named(error) from None
         if len(body) > MOST_BODY_BYTES:
             raise ProviderFault("The reply did not end.", category="reply_too_large")
-        if monotonic() >= deadline:
-            raise ProviderFault("The reply did not come in time.", category="timeout")
-        return bytes(body).replace(self.api_key.encode(), b"[key]")
+        return body.replace(self.api_key.encode(), b"[key]")
 
     def _named(self, error: Exception) -> ProviderFault:
         for each in (error, error.__cause__):  # what `_refuse` raised: some versions of the package wrap it
@@ -184,13 +184,8 @@ class LiveModel:
         """Raise for any status but a good one, before the client reads all that comes with it, or follows it."""
         if response.is_success:
             return
-        body = bytearray()
-        for chunk in response.iter_raw():
-            body += chunk
-            if len(body) > MOST_REFUSAL_BYTES:
-                break
         status, happened = response.status_code, f"The endpoint answered {response.status_code}."
-        said = body.decode("utf-8", "replace").replace(self.api_key, "[key]")[:500]
+        said = _read(response, MOST_REFUSAL_BYTES).decode("utf-8", "replace").replace(self.api_key, "[key]")[:500]
         if status not in PASSING and status < HTTPStatus.INTERNAL_SERVER_ERROR:
             category = "unauthorized" if status in REFUSING else "request_refused"
             raise ProviderFault(happened, category=category, why=said)
@@ -309,3 +304,19 @@ def _usage(books: Any, prices: tuple[float, float] | None) -> Usage | None:
 
 def _no_reply(category: str) -> ProviderFault:
     return ProviderFault("The endpoint said 200, and what it sent is no reply.", category=category)
+
+
+def _read(response: Any, most_bytes: int, deadline: float = math.inf) -> bytes:
+    """A body as it came, and no more of it than the piece in which it became too long."""
+    body = bytearray()
+    for chunk in response.iter_raw():
+        body += chunk
+        if monotonic() >= deadline:
+            raise _too_late()
+        if len(body) > most_bytes:
+            break
+    return bytes(body)
+
+
+def _too_late() -> ProviderFault:
+    return ProviderFault("The reply did not come in time.", category="timeout")

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from pydantic import BaseModel, ConfigDict
 
@@ -26,14 +26,7 @@ from sovereign_agent import configuration, runs
 from sovereign_agent.agent_loop import Limits, LoopResult, LoopStatus, Message, run_loop
 from sovereign_agent.configuration import LimitSettings, ModelSettings
 from sovereign_agent.database import LEDGER_NAME, Connection, Database
-from sovereign_agent.errors import (
-    AuthorityLost,
-    ConfigurationFault,
-    Contention,
-    LedgerUnavailable,
-    PolicyRefusal,
-    SovereignError,
-)
+from sovereign_agent.errors import Contention, LedgerUnavailable, PolicyRefusal, SovereignError
 from sovereign_agent.llm_lab import LiveModel
 from sovereign_agent.providers.base import REPORT_NAME, SUMMARY_LIMIT, Envelope, Report
 from sovereign_agent.tool_dispatch import Answer, Dispatcher, ExecutableTool, Fence, ToolCall
@@ -42,6 +35,7 @@ from sovereign_agent.workspace import RAW_NAME, Workspace, locate, read_bounded,
 READ_LIMIT_BYTES = 2**18
 NAMES_LISTED = 1000
 DETAIL_LIMIT = 500
+FIGURES = ("model_calls", "tool_calls", "input_tokens", "output_tokens", "cost_micros")
 
 INSTRUCTIONS = f"""\
 You work for an organization. The JSON object that follows is your task: `sow.scope` is what has to be done now,
@@ -71,24 +65,21 @@ ENDINGS = {
 """The failure category of each ending, and a sentence for it."""
 
 
-class _Arguments(BaseModel):
+class Nothing(BaseModel):
+    """The arguments of a tool that takes none; those of the others begin here."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Nothing(_Arguments):
-    """The arguments of a tool that takes none."""
-
-
-class Name(_Arguments):
-    """A file of the run, by its name relative to the run's folder."""
+class Name(Nothing):
+    """A file, by its name relative to the run's folder, or to the folder of what is handed over."""
 
     name: str
 
 
-class File(_Arguments):
-    """A file to hand over, by its name relative to the folder of what is handed over."""
+class File(Name):
+    """A file to hand over."""
 
-    name: str
     text: str
 
 
@@ -99,22 +90,21 @@ class Authority:
     db: Database
     envelope: Envelope
 
-    def check(self, connection: Connection, _: ToolCall) -> int:
+    def check(self, connection: Connection, _: ToolCall | None = None) -> int:
         """The attempt's token, for as long as the caller's transaction lasts. Raises as `runs.require_current`."""
         told = self.envelope
         return runs.require_current(connection, told.assignment_id, told.attempt_id, told.actor_id)
 
-    def before_write(self, call: ToolCall) -> None:
+    def before_write(self, _: ToolCall) -> None:
         """Refuse a consequential tool that writes outside of the ledger."""
         with self.db.transaction() as connection:
-            self.check(connection, call)
+            self.check(connection)
 
     def check_current(self) -> None:
         """Refuse to go on. A ledger that is busy or out of reach is asked again: the leash ends what lasts too long."""
-        told = self.envelope
         while True:
             try:
-                runs.require_current(self.db.connection, told.assignment_id, told.attempt_id, told.actor_id)
+                self.check(self.db.connection)
             except (Contention, LedgerUnavailable):
                 time.sleep(runs.PAUSE_SECONDS)
             else:
@@ -151,16 +141,10 @@ def own_tools(folder: Workspace) -> list[ExecutableTool]:
 
 
 def dispatcher_for(authority: Authority, tools: Sequence[ExecutableTool]) -> Dispatcher:
-    """All these tools, the consequential ones behind the attempt. Raises ConfigurationFault for two of one name."""
-    try:
-        return Dispatcher(
-            tools,
-            allowed=[tool.name for tool in tools],
-            before_write=authority.before_write,
-            fence=Fence(authority.db.transaction, authority.check),
-        )
-    except ValueError as error:
-        raise ConfigurationFault("The tools of a model cannot be used.", category="tools", why=str(error)) from error
+    """All these tools, the consequential ones behind the attempt. Raises ValueError for two of one name."""
+    fence = Fence(authority.db.transaction, authority.check)
+    names = [tool.name for tool in tools]
+    return Dispatcher(tools, allowed=names, before_write=authority.before_write, fence=fence)
 
 
 def limits_of(settings: LimitSettings) -> Limits:
@@ -169,72 +153,75 @@ def limits_of(settings: LimitSettings) -> Limits:
     return Limits(**settings.model_dump(exclude={"money"}), cost_micros=money)
 
 
+@dataclass(frozen=True, slots=True)
 class Program:
-    """One run, from its task to its end."""
+    """One run: its task, the model's key, and where its events go."""
 
-    def __init__(self, settings: ModelSettings, envelope: Envelope, key: str, stream: int) -> None:
-        self.settings, self.envelope, self._key, self._stream = settings, envelope, key, stream
-        self.root = Path.cwd().parents[2]
-        self.folder = locate(self.root, envelope.attempt_id)
+    settings: ModelSettings
+    envelope: Envelope
+    key: str
+    events: TextIO
 
     def run(self) -> None:
         """Work, and say how it ended."""
-        self._say(type="begun", session=self.envelope.attempt_id)
-        result = LoopResult()
+        self.say(type="begun", session=self.envelope.attempt_id)
+        folder, result = locate(Path.cwd().parents[2], self.envelope.attempt_id), LoopResult()
         try:
-            result = self._work()
+            result = self.work(folder)
             category, sentence = ENDINGS[result.status]
             text = " ".join(filter(None, [sentence, result.failure, result.detail, result.answer]))
         except SovereignError as error:
-            category = "interrupted" if isinstance(error, PolicyRefusal) else "provider_unavailable"
-            category, text = "lease_lost" if isinstance(error, AuthorityLost) else category, f"{error} {error.why}"
-        if category not in ("", "lease_lost"):
+            paused, category = isinstance(error, PolicyRefusal), "provider_unavailable"
+            category, text = "interrupted" if paused else category, f"{error} {error.why}"
+        if category not in ("", runs.LEASE_LOST):
             failed = Report(status="failed", summary=text[:SUMMARY_LIMIT])
-            (self.folder.path / REPORT_NAME).write_text(failed.model_dump_json(), encoding="utf-8")
-        names = ("model_calls", "tool_calls", "input_tokens", "output_tokens", "cost_micros")
-        self._say(type="end", category=category, text=text, figures={name: getattr(result, name) for name in names})
+            (folder.path / REPORT_NAME).write_text(failed.model_dump_json(), encoding="utf-8")
+        figures = {name: getattr(result, name) for name in FIGURES}
+        self.say(type="end", category=category, text=text, figures=figures)
 
-    def _work(self) -> LoopResult:
-        settings, envelope = self.settings, self.envelope
-        url = configuration.load(self.root).ledger.url
-        db = Database(url or self.root / LEDGER_NAME, root=self.root, create=False)
-        authority = Authority(db, envelope)
-        theirs = configuration.resolve_reference(settings.tools, self.root)(db) if settings.tools else ()
+    def work(self, folder: Workspace) -> LoopResult:
+        """Let the model work until the loop ends. Raises what the ledger and the tools' reference raise."""
+        settings, root = self.settings, folder.path.parents[2]
+        db = Database(configuration.load(root).ledger.url or root / LEDGER_NAME, root=root, create=False)
+        theirs = configuration.resolve_reference(settings.tools, root)(db) if settings.tools else ()
+        authority = Authority(db, self.envelope)
 
-        def nap(seconds: float) -> None:
+        def wait(seconds: float) -> None:
             time.sleep(seconds)
             authority.check_current()
 
+        task = self.envelope.as_json().decode()
         return run_loop(
-            LiveModel(settings.model, self._key, settings.base_url, settings.prices, nap),
-            dispatcher_for(authority, [*own_tools(self.folder), *theirs]),
-            [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": envelope.as_json().decode()}],
+            LiveModel(settings.model, self.key, settings.base_url, settings.prices, wait),
+            dispatcher_for(authority, [*own_tools(folder), *theirs]),
+            [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": task}],
             limits=limits_of(settings.limits),
-            observe=self._observe,
-            evidence=self._evidence,
+            observe=self.observe,
+            evidence=self.note,
             check_current=authority.check_current,
-            key=envelope.attempt_id,
+            key=self.envelope.attempt_id,
         )
 
-    def _observe(self, message: Message) -> None:
-        for call in reversed(message.get("tool_calls", ())):  # the last one told is the first at work
-            self._say(type="call", id=call["id"], tool=call["function"]["name"])
+    def observe(self, message: Message) -> None:
+        """Tell of the calls of a reply, the last one first: the one told last is the first at work."""
+        for call in reversed(message.get("tool_calls", ())):
+            self.say(type="call", id=call["id"], tool=call["function"]["name"])
 
-    def _evidence(self, call: ToolCall, answer: Answer) -> None:
+    def note(self, call: ToolCall, answer: Answer) -> None:
+        """Tell how a call ended, and why, which the model is not told."""
         told = {"ok": answer.ok, "code": answer.code, "effect": answer.effect, "detail": answer.detail[:DETAIL_LIMIT]}
-        self._say(type="answer", id=call.id, **told)
+        self.say(type="answer", id=call.id, **told)
 
-    def _say(self, **event: Any) -> None:
-        line = json.dumps(event).encode("ascii") + b"\n"
-        while line:
-            line = line[os.write(self._stream, line) :]
+    def say(self, **event: Any) -> None:
+        """Write one event."""
+        print(json.dumps(event), file=self.events, flush=True)
 
 
 def main() -> None:
     """Run the task on stdin. What a tool prints goes to stderr, and no tool finds the key in its environment."""
-    stream = os.dup(1)
+    events = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
     task = json.load(sys.stdin)
     settings = ModelSettings.model_validate(task["settings"])
     key = os.environ.pop(settings.key_env).strip()
-    Program(settings, Envelope.model_validate(task["envelope"]), key, stream).run()
+    Program(settings, Envelope.model_validate(task["envelope"]), key, events).run()
