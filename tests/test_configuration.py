@@ -104,7 +104,9 @@ def test_the_default_file_loads_and_declares_the_roster_of_the_course() -> None:
     }
 
 
-@pytest.mark.parametrize("table", ["[providers.claude]", "[providers.mine]", "[checks]", "[extensions]"])
+@pytest.mark.parametrize(
+    "table", ["[providers.claude]", "[providers.thinker]", "[providers.mine]", "[checks]", "[extensions]"]
+)
 def test_what_the_default_file_shows_in_comments_loads_too(tmp_path: Path, table: str) -> None:
     lines = default_text().split("\n")
     start = next(n for n, line in enumerate(lines) if line.removeprefix("# ").startswith(table))

@@ -7,15 +7,18 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import psutil
 import pytest
 import tomlkit
-from model_endpoint import KEY, Endpoint, calls, cut, hang_up, reply, send
+from model_endpoint import KEY, Endpoint, calls, hang_up, reply, send
 from support import (
     _processes,
     attempt_on,
@@ -237,10 +240,7 @@ LIST = calls(("list_files", {}))
     [
         ((LIST, reply(content="")), {}, ("provider_error", "answered nothing")),
         ((b"<html>",), {}, ("provider_error", "not_json")),
-        ((b'{"choices": []}',), {}, ("provider_error", "no_choices")),
-        ((reply(content="x", reason="content_filter"),), {}, ("provider_error", "content_filter")),
         (((401, b"no"),), {}, ("provider_error", "unauthorized")),
-        ((cut,), {"seconds": 0.7}, ("provider_error", "cut_stream")),
         ((hang_up,), {"seconds": 0.7}, ("provider_error", "connection_failed")),
         ((LIST, LIST), {}, ("provider_error", "one id")),
         ((LIST,), {"model_calls": 1}, ("actor_reported_failure", "model calls")),
@@ -249,7 +249,7 @@ LIST = calls(("list_files", {}))
         ((reply(content="x", reason="length"),), {}, ("actor_reported_failure", "tokens")),
         ((LIST, lambda _: threading.Event().wait(3)), {"seconds": 1.2}, ("provider_error", "timeout")),
     ],
-    ids=range(13),
+    ids=range(10),
 )
 def test_hazard_32_what_a_model_does_wrong_is_a_failure_with_a_name(shop, endpoint, answers, limits, told):
     category, words = told
@@ -264,7 +264,7 @@ def test_hazard_40_a_server_that_breaks_after_a_tool_has_acted_does_not_make_it_
         shop, endpoint, note, broken, calls(("report", REPORT | {"deliverables": []})), reply(content="Done.")
     )
     assert (verdict(receipt), len(notes(shop))) == (("completed", ""), 1)
-    receipt = run(shop, endpoint, note, broken, seconds=3.0)
+    receipt = run(shop, endpoint, note, broken, seconds=1.0)  # too short to ask again
     assert (verdict(receipt), len(notes(shop))) == (("failed", "provider_error"), 2)
     assert "server_error" in receipt.summary
 
@@ -312,6 +312,11 @@ def lose(org: Organization, how: str, assignment_id: str) -> None:
         case "it was recovered":
             lose(org, "it ran out", assignment_id)
             assert tick(org).recovered_assignments
+        case "it was taken over":
+            lose(org, "it ran out", assignment_id)
+            lose(org, "its lease ran out", assignment_id)
+            lease = fencing.acquire_actor_lease(org.db, OPERATOR, fencing.new_process_identity())
+            attempt_on(org.db, assignment_id, lease, None)
         case "another epoch began":
             org.db.authority.write_text("epoch_of_somebody_else")
         case "everything was paused":
@@ -327,8 +332,9 @@ def test_what_a_model_wants_after_its_authority_was_lost_is_refused_and_nothing_
         lose(shop, how, assignment.id)
         before = {table: rows(shop.db, table) for table in ("receipts", "events", "assignments")}
         thought.over.set()
-        with pytest.raises(AuthorityLost):
+        with pytest.raises(AuthorityLost) as lost:
             running.result(60)
+    assert "no longer" in f"{lost.value} {lost.value.why}"
     assert notes(shop) == []
     assert {table: rows(shop.db, table) for table in before} == before
     assert len(endpoint.asked) == 1
@@ -382,7 +388,10 @@ WRITES = (asked("note", text="n"), asked("write_deliverable", **TILL), asked("re
 PAUSED = "everything was paused"
 
 
-@pytest.mark.parametrize("how", [*LOSSES, "it was canceled", "it was recovered", "another epoch began", PAUSED])
+GONE = ("it was canceled", "it was recovered", "it was taken over", "another epoch began")
+
+
+@pytest.mark.parametrize("how", [*LOSSES, *GONE, PAUSED])
 def test_no_consequential_tool_acts_without_the_attempt(shop, how):
     with held(shop) as (authority, attempt):
         tools = tools_of(shop, authority, attempt)
@@ -432,6 +441,36 @@ def test_a_fenced_write_waits_for_who_cancels_and_is_refused(shop):
             until_blocked(shop.db, noting)
         assert noting.result(60).authority_lost
         assert notes(shop) == []
+
+
+def test_a_busy_ledger_is_asked_again_before_a_run_goes_on(shop, location):
+    hasty = location.open(patience=timedelta(milliseconds=50))
+    with held(shop) as (authority, _), ThreadPoolExecutor(1) as pool:
+        with shop.db.transaction() as connection:
+            fencing.lock_lease(connection, OPERATOR)
+            checking = pool.submit(replace(authority, db=hasty).check_current)
+            time.sleep(0.5)  # its patience, several times
+            assert checking.done() == (location.engine == "sqlite")  # where who reads waits for nobody
+        assert checking.result(60) is None
+    hasty.close()
+
+
+@one_engine
+@pytest.mark.parametrize("name", ["../../../sovereign.toml", "/etc/hostname", "~/x", "way/x", "", "a\0b"])
+def test_a_model_reaches_nothing_outside_of_its_run(shop, tmp_path, name):
+    with held(shop) as (authority, attempt):
+        tools = tools_of(shop, authority, attempt)
+        folder = locate(shop.root, attempt.id)
+        (tmp_path / "x").write_text("of somebody else")
+        for way in (folder.path / "way", folder.out / "way"):
+            way.symlink_to(tmp_path)
+        assert not tools.invoke(asked("read_file", name=name)).ok
+        assert not tools.invoke(asked("write_deliverable", name=name, text="mine")).ok
+        assert (tmp_path / "x").read_text() == "of somebody else"
+        assert tools.invoke(asked("write_deliverable", name="deep/x", text="mine")).ok
+        assert tools.invoke(asked("list_files")).result == [".sovereign-out/deep/x"]
+        assert tools.invoke(asked("read_file", name=".sovereign-out/deep/x")).result == "mine"
+        assert tools.invoke(asked("read_file", name="nothing")).result is None
 
 
 # --- crashes --------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class Keeper:
         self.attempt = attempt
         self.leash = Leash()
         self.lost: AuthorityLost | None = None
-        self.trouble = "The leash of its program had run out."
+        self.trouble = ""
         self._db = db
         self._authority = authority
         self._over = threading.Event()
@@ -237,7 +237,7 @@ class Host:
         """
         attempt = keeper.attempt
         if keeper.lost or receipt.failure_category == LEASE_LOST:
-            raise keeper.lost or self._refusal(keeper)
+            raise keeper.lost or self._refusal(keeper, receipt.summary)
         try:
             written = finish(self._db, attempt, receipt)
         except (KeyboardInterrupt, SystemExit):
@@ -251,13 +251,13 @@ class Host:
             log.warning("the folder of %s is left to the supervisor: %s", attempt.id, error)
         return written
 
-    def _refusal(self, keeper: Keeper) -> AuthorityLost:
-        """Why a run is over whose leash ran out before its keeper had an answer: in the ledger's words, if any."""
+    def _refusal(self, keeper: Keeper, summary: str) -> AuthorityLost:
+        """Why a run is over before its keeper had an answer: in the ledger's words, if any, else in its `summary`."""
         assignment_id, attempt_id = keeper.attempt.assignment_id, keeper.attempt.id
         with suppress(SovereignError):
             if not fencing.verify_execution_attempt(self._db, assignment_id, attempt_id):
                 return execution_attempt_lost(assignment_id, attempt_id)
-        return lease_unconfirmed(assignment_id, keeper.trouble)
+        return lease_unconfirmed(assignment_id, keeper.trouble or summary)
 
 
 def receipt_for(attempt: ExecutionAttempt, proposal: Proposal) -> Receipt:
