@@ -21,6 +21,7 @@ import tomlkit
 from model_endpoint import KEY, Endpoint, calls, hang_up, reply, send
 from support import (
     _processes,
+    answer,
     attempt_on,
     configure,
     eventually,
@@ -36,7 +37,7 @@ from sovereign_agent.agent_loop import LoopStatus
 from sovereign_agent.commands.checkup import check_up
 from sovereign_agent.configuration import LimitSettings, ModelSettings
 from sovereign_agent.database import Migration
-from sovereign_agent.errors import AuthorityLost, ConfigurationFault, PolicyRefusal
+from sovereign_agent.errors import AuthorityLost, ConfigurationFault
 from sovereign_agent.model_program import ENDINGS, Authority, Nothing, dispatcher_for, limits_of, own_tools
 from sovereign_agent.organization import Organization
 from sovereign_agent.providers import model
@@ -354,6 +355,7 @@ def test_a_pause_ends_the_run_before_its_next_tool(shop, endpoint):
         receipt = running.result(60)
     assert (verdict(receipt), notes(shop), receipt.detail["deliverables"]) == (("failed", "interrupted"), [], [])
     assert "paused" in receipt.summary
+    assert receipt.detail["figures"]["model_calls"] == 1
 
 
 @contextmanager
@@ -401,14 +403,16 @@ def test_no_consequential_tool_acts_without_the_attempt(shop, how):
         assert notes(shop) == []
         assert [*locate(shop.root, attempt.id).out.iterdir()] == []
         assert tools.invoke(asked("list_files")).ok  # to look is nobody's harm
-        with pytest.raises(PolicyRefusal if how == PAUSED else AuthorityLost):
-            authority.check_current()
+        if how == PAUSED:
+            assert authority.stop()
+        else:
+            assert answer(authority.stop) in {"execution_attempt_lost", "actor_lease_lost", "epoch_replaced"}
 
 
 def test_each_consequential_tool_acts_under_the_attempt_and_is_told_its_token(shop):
     with held(shop) as (authority, attempt):
         tools = tools_of(shop, authority, attempt)
-        authority.check_current()
+        assert not authority.stop()
         assert [tools.invoke(call).ok for call in WRITES] == [True] * 3
         assert notes(shop) == [f"n under {attempt.fencing_token}"]
 
@@ -448,10 +452,10 @@ def test_a_busy_ledger_is_asked_again_before_a_run_goes_on(shop, location):
     with held(shop) as (authority, _), ThreadPoolExecutor(1) as pool:
         with shop.db.transaction() as connection:
             fencing.lock_lease(connection, OPERATOR)
-            checking = pool.submit(replace(authority, db=hasty).check_current)
+            checking = pool.submit(replace(authority, db=hasty).stop)
             time.sleep(0.5)  # its patience, several times
             assert checking.done() == (location.engine == "sqlite")  # where who reads waits for nobody
-        assert checking.result(60) is None
+        assert not checking.result(60)
     hasty.close()
 
 

@@ -60,7 +60,7 @@ ENDINGS = {
     LoopStatus.REPEATED_CALL_ID: ("provider_error", "Its model gave two calls one id."),
     LoopStatus.LOOP_DETECTED: ("actor_reported_failure", "It made one call again and again."),
     LoopStatus.AUTHORITY_LOST: ("lease_lost", "Its authority was gone."),
-    LoopStatus.STOP_REQUESTED: ("interrupted", "It was asked to stop."),
+    LoopStatus.STOP_REQUESTED: ("interrupted", "Everything was paused."),
 }
 """The failure category of each ending, and a sentence for it."""
 
@@ -100,15 +100,20 @@ class Authority:
         with self.db.transaction() as connection:
             self.check(connection)
 
-    def check_current(self) -> None:
-        """Refuse to go on. A ledger that is busy or out of reach is asked again: the leash ends what lasts too long."""
+    def stop(self) -> bool:
+        """Whether everything is paused. Raises AuthorityLost.
+
+        A ledger that is busy or out of reach is asked again: the leash ends what lasts too long.
+        """
         while True:
             try:
                 self.check(self.db.connection)
+            except PolicyRefusal:
+                return True
             except (Contention, LedgerUnavailable):
                 time.sleep(runs.PAUSE_SECONDS)
             else:
-                return
+                return False
 
 
 def own_tools(folder: Workspace) -> list[ExecutableTool]:
@@ -165,18 +170,17 @@ class Program:
     def run(self) -> None:
         """Work, and say how it ended."""
         self.say(type="begun", session=self.envelope.attempt_id)
-        folder, result = locate(Path.cwd().parents[2], self.envelope.attempt_id), LoopResult()
+        folder, figures = locate(Path.cwd().parents[2], self.envelope.attempt_id), dict[str, Any]()
         try:
             result = self.work(folder)
+            figures = {name: getattr(result, name) for name in FIGURES}
             category, sentence = ENDINGS[result.status]
             text = " ".join(filter(None, [sentence, result.failure, result.detail, result.answer]))
         except SovereignError as error:
-            paused, category = isinstance(error, PolicyRefusal), "provider_unavailable"
-            category, text = "interrupted" if paused else category, f"{error} {error.why}"
+            category, text = "provider_unavailable", f"{error} {error.why}"
         if category not in ("", runs.LEASE_LOST):
             failed = Report(status="failed", summary=text[:SUMMARY_LIMIT])
             (folder.path / REPORT_NAME).write_text(failed.model_dump_json(), encoding="utf-8")
-        figures = {name: getattr(result, name) for name in FIGURES}
         self.say(type="end", category=category, text=text, figures=figures)
 
     def work(self, folder: Workspace) -> LoopResult:
@@ -188,17 +192,16 @@ class Program:
 
         def wait(seconds: float) -> None:
             time.sleep(seconds)
-            authority.check_current()
+            authority.stop()
 
-        task = self.envelope.as_json().decode()
         return run_loop(
             LiveModel(settings.model, self.key, settings.base_url, settings.prices, wait),
             dispatcher_for(authority, [*own_tools(folder), *theirs]),
-            [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": task}],
+            [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": self.envelope.model_dump_json()}],
             limits=limits_of(settings.limits),
             observe=self.observe,
             evidence=self.note,
-            check_current=authority.check_current,
+            stop=authority.stop,
             key=self.envelope.attempt_id,
         )
 
