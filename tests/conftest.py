@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import psycopg
 import pytest
+from model_endpoint import Endpoint
 
 from sovereign_agent.clock import ManualClock
 from sovereign_agent.database import LEDGER_NAME, Database
@@ -163,3 +164,11 @@ def org(location: Location) -> Iterator[Organization]:
     organization = location.init()
     yield organization
     organization.close()
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    server = Endpoint()
+    yield server
+    server.close()

@@ -104,7 +104,9 @@ def test_the_default_file_loads_and_declares_the_roster_of_the_course() -> None:
     }
 
 
-@pytest.mark.parametrize("table", ["[providers.claude]", "[providers.mine]", "[checks]", "[extensions]"])
+@pytest.mark.parametrize(
+    "table", ["[providers.claude]", "[providers.thinker]", "[providers.mine]", "[checks]", "[extensions]"]
+)
 def test_what_the_default_file_shows_in_comments_loads_too(tmp_path: Path, table: str) -> None:
     lines = default_text().split("\n")
     start = next(n for n, line in enumerate(lines) if line.removeprefix("# ").startswith(table))
@@ -134,7 +136,7 @@ def test_what_the_default_file_shows_in_comments_loads_too(tmp_path: Path, table
         ('"worker.py"]', '"a\\u0000b"]', "providers.mine.argv.1", "NUL"),
         ('environment = ["MY_KEY"]', 'environment = ["A=B"]', "providers.mine.environment.0", "form"),
         ('kind = "command"', 'kind = "magic"', "providers.mine", "kind"),
-        ('kind = "command"', 'kind = "model"', "providers.mine", "kind"),  # not before its loop is there
+        ('kind = "command"', 'kind = "model"', "providers.mine.model", "required"),
         ('kind = "command"\n', "", "providers.mine", "kind"),
         ('authority = ["execute"]', "authority = []", "actors.operator-course.authority", "without authority"),
         ('authority = ["execute"]', 'authority = ["fly"]', "actors.operator-course.authority.0", "'execute'"),

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import time
 import types
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from model_endpoint import KEY, Endpoint, cut, endless, hang_up, reply
 
 from reference_organizations.store.agent import NoArguments, seed_lucy, shop_dispatcher
 from sovereign_agent import llm_lab
@@ -36,94 +36,11 @@ from sovereign_agent.llm_lab import (
 )
 from sovereign_agent.tool_dispatch import Dispatcher, ExecutableTool
 
-KEY = "sk-test-0123456789"
 LIMITS = Limits(model_calls=4, tool_calls=8, seconds=60, output_tokens=77)
 ASK = [{"role": "user", "content": "Look."}]
 
 
 # --- the endpoint -------------------------------------------------------------------------------------------
-
-
-def reply(**message: Any) -> bytes:
-    reason = message.pop("reason", "stop")
-    body = {"choices": [{"message": {"role": "assistant", **message}, "finish_reason": reason}]}
-    return json.dumps(body | {"usage": {"prompt_tokens": 11, "completion_tokens": 7}}).encode()
-
-
-class Endpoint:
-    """Answers as it is told, in order, the last answer for ever; remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.answers: list[Any] = []
-        self.asked: list[dict[str, Any]] = []
-        self.keys: list[str] = []
-        endpoint = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                endpoint.keys.append(self.headers["Authorization"])
-                endpoint.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                answers = endpoint.answers
-                answer = answers.pop(0) if len(answers) > 1 else answers[0]
-                if callable(answer):
-                    answer(self)
-                else:
-                    send(self, *answer) if isinstance(answer, tuple) else send(self, 200, answer)
-                self.close_connection = True
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
-        self._thread = Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-def send(
-    handler: BaseHTTPRequestHandler, status: int, body: bytes, headers: Any = (), *, length: int | None = None
-) -> None:
-    handler.send_response(status)
-    handler.send_header("Content-Type", "application/json")
-    handler.send_header("Content-Length", str(len(body) if length is None else length))
-    for name, value in headers:
-        handler.send_header(name, value)
-    handler.end_headers()
-    handler.wfile.write(body)
-
-
-def cut(handler: BaseHTTPRequestHandler) -> None:
-    """Half of a reply, and then nothing more."""
-    whole = reply(content="Half of this")
-    send(handler, 200, whole[: len(whole) // 2], length=len(whole))
-
-
-def hang_up(handler: BaseHTTPRequestHandler) -> None:
-    handler.connection.close()
-
-
-def endless(handler: BaseHTTPRequestHandler) -> None:
-    handler.send_response(200)
-    handler.end_headers()
-    try:
-        while True:
-            handler.wfile.write(b" " * 2**16)
-    except OSError:
-        pass
-
-
-@pytest.fixture
-def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    server = Endpoint()
-    yield server
-    server.close()
 
 
 @pytest.fixture
@@ -329,6 +246,66 @@ def test_a_server_that_does_not_answer_is_left_at_the_time_of_the_run(endpoint, 
     assert time.monotonic() - started < 2.5
 
 
+def test_hazard_39_headers_that_come_in_drops_do_not_outlast_the_time_of_the_run(endpoint, naps):
+    def drops(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Drops: ")
+        try:
+            for _ in range(100):
+                handler.wfile.write(b".")
+                time.sleep(0.03)
+        except OSError:
+            pass
+
+    started = time.monotonic()
+    result = run(endpoint, naps, drops, limits=replace(LIMITS, seconds=0.5))
+    assert (result.status, result.failure) == ("MODEL_FAILED", "timeout")
+    assert time.monotonic() - started < 1.5
+
+
+def test_a_refusal_without_end_is_read_to_its_beginning_only(endpoint, naps):
+    def refusal(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(400)
+        handler.end_headers()
+        try:
+            while True:
+                handler.wfile.write(b"no " * 2**14)
+        except OSError:
+            pass
+
+    result = run(endpoint, naps, refusal, limits=replace(LIMITS, seconds=5))
+    assert (result.failure, result.detail[-600:].count("no ") > 100) == ("request_refused", True)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_refused_and_the_key_goes_nowhere_else(endpoint, naps, status):
+    elsewhere = Endpoint()
+    try:
+        elsewhere.answers[:] = [reply(content="Caught it.")]
+        away = (status, b"", [("Location", f"{elsewhere.url}/chat/completions")])
+        result = run(endpoint, naps, away)
+        assert (result.status, result.failure, elsewhere.keys) == ("MODEL_FAILED", "request_refused", [])
+    finally:
+        elsewhere.close()
+
+
+def test_a_packed_reply_is_not_unpacked_whatever_it_would_become(endpoint, naps):
+    bomb = gzip.compress(bytes(2**26))
+    result = run(endpoint, naps, (200, bomb, [("Content-Encoding", "gzip")]))
+    assert (result.status, result.failure) == ("MODEL_FAILED", "not_json")
+
+
+def test_a_key_in_a_reply_is_taken_out_before_anybody_reads_it(endpoint, naps):
+    assert run(endpoint, naps, reply(content=f"Yours is {KEY}.")).answer == "Yours is [key]."
+
+
+@pytest.mark.parametrize("key", ["k\u00e9y", "one\ntwo", "\0"])
+def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(key):
+    with pytest.raises(ConfigurationFault) as refused:
+        LiveModel("some-model", key)
+    assert refused.value.category == "invalid_key"
+    assert key not in repr(refused.value.document())
+
+
 # --- which model --------------------------------------------------------------------------------------------
 
 
@@ -349,6 +326,17 @@ def test_with_a_key_the_model_is_the_live_one(monkeypatch, endpoint):
     model._client.close()
 
 
+def test_model_and_endpoint_come_from_where_the_key_does_and_what_is_given_comes_first(monkeypatch, endpoint):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("OPENAI_MODEL", "another-model")
+    monkeypatch.setenv("OPENAI_BASE_URL", endpoint.url)
+    found, given_first = build_model([]), build_model([], model="mine", base_url="http://127.0.0.1:1/v1")
+    assert (found.model, found.base_url) == ("another-model", endpoint.url)
+    assert (given_first.model, given_first.base_url) == ("mine", "http://127.0.0.1:1/v1")
+    for model in (found, given_first):
+        model._client.close()
+
+
 def test_a_failing_live_model_is_never_replaced_by_the_recording(monkeypatch, endpoint):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     endpoint.answers[:] = [(401, b"no")]
@@ -367,6 +355,9 @@ def test_colabs_secret_comes_before_the_environment_and_its_refusal_is_no_key(mo
     monkeypatch.setenv("OPENAI_API_KEY", "from the environment")
     userdata.get = lambda name: f"secret {name}"
     assert resolve_api_key() == "secret OPENAI_API_KEY"
+    model = build_model([])
+    assert (model.model, model.base_url) == ("secret OPENAI_MODEL", "secret OPENAI_BASE_URL")
+    model._client.close()
     userdata.get = lambda _: 1 / 0
     assert resolve_api_key() == "from the environment"
 

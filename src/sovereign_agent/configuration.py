@@ -74,6 +74,12 @@ def _endpoint(url: str) -> str:
     return url
 
 
+def _as_its_worker(user: str) -> str:
+    if user:
+        raise ValueError("a model runs as its worker: as somebody else its program could not open the ledger")
+    return user
+
+
 def _only_real_providers(name: str) -> str:
     if name == NO_PROVIDER:
         raise ValueError('"none" means that nothing is run, so no provider can have that name')
@@ -221,8 +227,43 @@ class AgentSettings(_ProgramSettings):
         return self.program or ("cursor-agent" if self.kind == "cursor" else self.kind)
 
 
-KINDS = "claude, codex, cursor, command, scripted"
-ProviderSettings = ScriptedSettings | CommandSettings | AgentSettings
+class LimitSettings(_Table):
+    """The most that one run of a model may use. `money` is in the currency of its prices."""
+
+    model_calls: Annotated[int, Field(ge=1)] = 50
+    tool_calls: Annotated[int, Field(ge=0)] = 200
+    seconds: Seconds = 1800.0
+    output_tokens: Annotated[int, Field(ge=1)] = 8192
+    total_tokens: Annotated[int, Field(ge=1)] = 1_000_000
+    money: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class ModelSettings(_ProgramSettings):
+    """A provider that is a model behind an OpenAI-compatible endpoint, by default OpenAI's own.
+
+    `key_env` names the variable that holds its key; the key itself stands in no file. `prices` are those of a million
+    tokens, of input and of output. `tools` names a function that is given the open ledger and returns tools.
+    """
+
+    kind: Literal["model"]
+    model: Text
+    base_url: Annotated[str, AfterValidator(_endpoint)] | None = None
+    key_env: VariableName = "OPENAI_API_KEY"
+    prices: Annotated[tuple[Price, Price], Field(strict=False)] | None = None
+    limits: LimitSettings = LimitSettings()
+    tools: Reference | None = None
+    timeout_seconds: Seconds = 3600.0
+    run_as: Annotated[str, AfterValidator(_as_its_worker)] = ""
+
+    @model_validator(mode="after")
+    def _money_needs_prices(self) -> ModelSettings:
+        if self.limits.money is not None and self.prices is None:
+            raise ValueError("limits.money cannot be kept without prices")
+        return self
+
+
+KINDS = "claude, codex, cursor, command, scripted, model"
+ProviderSettings = ScriptedSettings | CommandSettings | AgentSettings | ModelSettings
 ProviderName = Annotated[Identifier, AfterValidator(_only_real_providers)]
 
 
@@ -448,7 +489,7 @@ def _in_words(kind: str, message: str) -> tuple[str, str]:
 
 def _key_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """The keys as the file has them: pydantic adds the kind of a provider, and a mark for a bad key."""
-    kept = location[:2] + location[3:] if location[:1] == ("providers",) and location[3:] else location
+    kept = location[:2] + location[3:] if location[:1] == ("providers",) else location
     return tuple(part for part in kept if part != "[key]")
 
 

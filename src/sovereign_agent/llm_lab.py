@@ -2,8 +2,9 @@
 
 Which of the two answered stands in its ``source``, and neither ever steps in for the other: a missing key is a
 normal condition and gives the recorded transcript, which says so; an endpoint that fails is a failure with a
-name. No key and no header reaches a record. Whatever an endpoint sends is hostile until it has been read: its
-size, its waiting times and its shape are bounded here, and its meaning is the agent loop's to judge.
+name. No key and no header reaches a record, and no redirect is followed, which would take the key elsewhere. Whatever
+an endpoint sends is hostile until it has been read: its size, its waiting times and its shape are bounded here, and its
+meaning is the agent loop's to judge.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
+from threading import Thread
 from typing import Any, ClassVar
 
 from sovereign_agent.agent_loop import LoopResult, Message, Turn, Usage
@@ -26,7 +29,10 @@ from sovereign_agent.tool_dispatch import ToolCall
 
 DEFAULT_MODEL = "gpt-5.1"
 KEY_NAME = "OPENAI_API_KEY"
+URL_NAME = "OPENAI_BASE_URL"
+MODEL_NAME = "OPENAI_MODEL"
 MOST_BODY_BYTES = 2**22
+MOST_REFUSAL_BYTES = 2**16
 MOST_WAIT_SECONDS = 60.0
 FIRST_WAIT_SECONDS = 0.5
 ATTEMPTS = 4
@@ -81,7 +87,8 @@ class LiveModel:
         prices: currency units per million tokens, of input and of output. Without them no cost is told.
         sleep: waits between two requests. It may raise AuthorityLost, and should, when it finds the claim gone.
 
-    Raises ConfigurationFault (``openai_missing``) when the `openai` package is not installed.
+    Raises ConfigurationFault: ``openai_missing`` when the `openai` package is not installed, ``invalid_key`` for a key
+    that no header can hold.
     """
 
     model: str
@@ -98,7 +105,17 @@ class LiveModel:
             sentence = "There is a key for a live model, and no openai package to ask it with."
             install = "pip install 'sovereign-agent[live]'"
             raise ConfigurationFault(sentence, category="openai_missing", next_command=install) from None
-        self._client = self._openai.OpenAI(api_key=self.api_key, base_url=self.base_url, max_retries=0)
+        if not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigurationFault(
+                "The key of the live model is none that a header can hold.", category="invalid_key"
+            )
+        self._client = self._openai.OpenAI(
+            api_key=self.api_key,
+            base_url=self.base_url,
+            max_retries=0,
+            default_headers={"Accept-Encoding": "identity"},  # and what is packed all the same is not unpacked
+            http_client=self._openai.DefaultHttpxClient(event_hooks={"response": [self._refuse]}),
+        )
 
     def complete(
         self, messages: Sequence[Message], tools: Sequence[Message], *, output_tokens: int, deadline: float
@@ -117,7 +134,7 @@ class LiveModel:
         }
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return read_reply(self._post(request, deadline), self.prices)
+                return read_reply(self._post_by(deadline, request), self.prices)
             except _MayPass as fault:
                 wait = min(max(FIRST_WAIT_SECONDS * 2**attempt, fault.asked_seconds), MOST_WAIT_SECONDS)
                 if attempt == ATTEMPTS or monotonic() + wait >= deadline:
@@ -125,58 +142,82 @@ class LiveModel:
             self.sleep(wait)
         raise AssertionError("the last attempt returns or raises")
 
+    def _post_by(self, deadline: float, request: dict[str, Any]) -> bytes:
+        """`_post`, and nobody waits beyond the deadline: not for a name server, nor for headers that come in drops."""
+        reply: Future[bytes] = Future()
+
+        def post() -> None:
+            try:
+                reply.set_result(self._post(request, deadline))
+            except BaseException as error:  # noqa: BLE001 - it is raised where the reply is waited for
+                reply.set_exception(error)
+
+        Thread(target=post, daemon=True).start()
+        try:
+            return reply.result(max(deadline - monotonic(), 0))
+        except TimeoutError:
+            raise _too_late() from None
+
     def _post(self, request: dict[str, Any], deadline: float) -> bytes:
-        body, patience = bytearray(), min(max(deadline - monotonic(), 0.001), 3600)
+        patience = min(max(deadline - monotonic(), 0.001), 3600)
         try:
             asked = self._client.chat.completions.with_streaming_response.create(**request, timeout=patience)
             with asked as response:
-                for chunk in response.iter_bytes():
-                    body += chunk
-                    if len(body) > MOST_BODY_BYTES or monotonic() >= deadline:
-                        break
-        except self._openai.APIStatusError as error:
-            raise self._fault(error.status_code, error.response) from None
-        except self._openai.APITimeoutError:
-            raise _MayPass("The endpoint did not answer in time.", category="timeout") from None
-        except self._openai.APIConnectionError:
-            raise _MayPass("The endpoint could not be reached.", category="connection_failed") from None
-        except Exception as error:  # noqa: BLE001 - whatever the transport below raises while it reads
-            raise _MayPass(f"The reply was cut short ({type(error).__name__}).", category="cut_stream") from None
+                body = _read(response.http_response, MOST_BODY_BYTES, deadline)
+        except Exception as error:  # noqa: BLE001 - whatever the package and the transport below it raise
+            raise self._named(error) from None
         if len(body) > MOST_BODY_BYTES:
             raise ProviderFault("The reply did not end.", category="reply_too_large")
-        if monotonic() >= deadline:
-            raise ProviderFault("The reply did not come in time.", category="timeout")
-        return bytes(body)
+        return body.replace(self.api_key.encode(), b"[key]")
 
-    def _fault(self, status: int, response: Any) -> ProviderFault:
-        happened, said = f"The endpoint answered {status}.", response.text.replace(self.api_key, "[key]")[:500]
+    def _named(self, error: Exception) -> ProviderFault:
+        for each in (error, error.__cause__):  # what `_refuse` raised: some versions of the package wrap it
+            if isinstance(each, ProviderFault):
+                return each
+        if isinstance(error, self._openai.APITimeoutError):
+            return _MayPass("The endpoint did not answer in time.", category="timeout")
+        if isinstance(error, self._openai.APIConnectionError):
+            return _MayPass("The endpoint could not be reached.", category="connection_failed")
+        return _MayPass(f"The reply was cut short ({type(error).__name__}).", category="cut_stream")
+
+    def _refuse(self, response: Any) -> None:
+        """Raise for any status but a good one, before the client reads all that comes with it, or follows it."""
+        if response.is_success:
+            return
+        status, happened = response.status_code, f"The endpoint answered {response.status_code}."
+        said = _read(response, MOST_REFUSAL_BYTES).decode("utf-8", "replace").replace(self.api_key, "[key]")[:500]
         if status not in PASSING and status < HTTPStatus.INTERNAL_SERVER_ERROR:
             category = "unauthorized" if status in REFUSING else "request_refused"
-            return ProviderFault(happened, category=category, why=said)
+            raise ProviderFault(happened, category=category, why=said)
         fault = _MayPass(happened, category=PASSING.get(status, "server_error"), why=said)
         fault.asked_seconds = asked_seconds(response.headers.get("retry-after", ""))
-        return fault
+        raise fault
 
 
 def build_model(
-    turns: Iterable[Turn], model: str = DEFAULT_MODEL, *, base_url: str | None = None
+    turns: Iterable[Turn], model: str | None = None, *, base_url: str | None = None
 ) -> LiveModel | ScriptedModel:
     """The live model when a key is found, else the recorded transcript; ``source`` says which.
 
-    `base_url` is the environment's ``OPENAI_BASE_URL`` when it is not given.
+    What is not given is looked for where the key is: ``OPENAI_MODEL``, else `DEFAULT_MODEL`, and ``OPENAI_BASE_URL``.
     """
     key = resolve_api_key()
-    url = base_url or os.environ.get("OPENAI_BASE_URL") or None
-    return LiveModel(model, api_key=key, base_url=url) if key else ScriptedModel(turns)
+    if key is None:
+        return ScriptedModel(turns)
+    return LiveModel(model or _found(MODEL_NAME) or DEFAULT_MODEL, key, base_url or _found(URL_NAME))
 
 
 def resolve_api_key() -> str | None:
     """The key from Colab's secrets, else from the environment; None when neither has one."""
+    return _found(KEY_NAME)
+
+
+def _found(name: str) -> str | None:
     try:
-        secret = importlib.import_module("google.colab.userdata").get(KEY_NAME)
+        secret = importlib.import_module("google.colab.userdata").get(name)
     except Exception:  # noqa: BLE001 - not in Colab, no such secret, or no access to it
         secret = None
-    return (secret or os.environ.get(KEY_NAME, "")).strip() or None
+    return (secret or os.environ.get(name, "")).strip() or None
 
 
 def tool_trace(result: LoopResult) -> list[dict[str, Any]]:
@@ -263,3 +304,19 @@ def _usage(books: Any, prices: tuple[float, float] | None) -> Usage | None:
 
 def _no_reply(category: str) -> ProviderFault:
     return ProviderFault("The endpoint said 200, and what it sent is no reply.", category=category)
+
+
+def _read(response: Any, most_bytes: int, deadline: float = math.inf) -> bytes:
+    """A body as it came, and no more of it than the piece in which it became too long."""
+    body = bytearray()
+    for chunk in response.iter_raw():
+        body += chunk
+        if monotonic() >= deadline:
+            raise _too_late()
+        if len(body) > most_bytes:
+            break
+    return bytes(body)
+
+
+def _too_late() -> ProviderFault:
+    return ProviderFault("The reply did not come in time.", category="timeout")

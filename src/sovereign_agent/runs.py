@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from sovereign_agent import fencing, journal, outcomes, workspace
-from sovereign_agent.clock import monotonic
+from sovereign_agent.clock import Clock, monotonic
 from sovereign_agent.configuration import AuthoritySettings
-from sovereign_agent.database import Connection, Database
+from sovereign_agent.database import Connection, Database, admit
 from sovereign_agent.errors import (
     AlreadyHeld,
     AuthorityLost,
@@ -32,6 +32,7 @@ from sovereign_agent.errors import (
     LedgerUnavailable,
     PolicyRefusal,
     SovereignError,
+    actor_lease_lost,
     execution_attempt_lost,
     lease_unconfirmed,
 )
@@ -73,7 +74,7 @@ class Keeper:
         self.attempt = attempt
         self.leash = Leash()
         self.lost: AuthorityLost | None = None
-        self.trouble = "The leash of its program had run out."
+        self.trouble = ""
         self._db = db
         self._authority = authority
         self._over = threading.Event()
@@ -236,7 +237,7 @@ class Host:
         """
         attempt = keeper.attempt
         if keeper.lost or receipt.failure_category == LEASE_LOST:
-            raise keeper.lost or self._refusal(keeper)
+            raise keeper.lost or self._refusal(keeper, receipt.summary)
         try:
             written = finish(self._db, attempt, receipt)
         except (KeyboardInterrupt, SystemExit):
@@ -250,13 +251,13 @@ class Host:
             log.warning("the folder of %s is left to the supervisor: %s", attempt.id, error)
         return written
 
-    def _refusal(self, keeper: Keeper) -> AuthorityLost:
-        """Why a run is over whose leash ran out before its keeper had an answer: in the ledger's words, if any."""
+    def _refusal(self, keeper: Keeper, summary: str) -> AuthorityLost:
+        """Why a run is over before its keeper had an answer: in the ledger's words, if any, else in its `summary`."""
         assignment_id, attempt_id = keeper.attempt.assignment_id, keeper.attempt.id
         with suppress(SovereignError):
             if not fencing.verify_execution_attempt(self._db, assignment_id, attempt_id):
                 return execution_attempt_lost(assignment_id, attempt_id)
-        return lease_unconfirmed(assignment_id, keeper.trouble)
+        return lease_unconfirmed(assignment_id, keeper.trouble or summary)
 
 
 def receipt_for(attempt: ExecutionAttempt, proposal: Proposal) -> Receipt:
@@ -314,6 +315,26 @@ def _finish_once(db: Database, attempt: ExecutionAttempt, receipt: Receipt) -> R
         if written and written.id == receipt.id:  # only the answer to an earlier commit was lost
             return written
         raise
+
+
+def require_current(
+    connection: Connection, assignment_id: str, attempt_id: str, actor_id: str, clock: Clock | None = None
+) -> int:
+    """The token of an attempt under which something may still be done, until the caller's transaction ends.
+
+    Stricter than the terminal write: what has run out begins nothing new. Raises PolicyRefusal (``paused``) and
+    AuthorityLost (``epoch_replaced``, ``execution_attempt_lost``, ``actor_lease_lost``).
+    """
+    admit(connection)
+    fencing.lock_lease(connection, actor_id)
+    attempt, lease = fencing.active_attempt(connection, assignment_id), fencing.lease_on(connection, actor_id)
+    now = clock() if clock else connection.now()
+    if attempt is None or attempt.id != attempt_id or attempt.expires_at <= now:
+        raise execution_attempt_lost(assignment_id, attempt_id)
+    token = attempt.actor_lease_fencing_token
+    if lease is None or lease.fencing_token != token or lease.expires_at <= now:
+        raise actor_lease_lost(actor_id, token)
+    return attempt.fencing_token
 
 
 def losses_that_park(connection: Connection, sow_id: str, authority: AuthoritySettings) -> list[str]:

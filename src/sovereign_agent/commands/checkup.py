@@ -20,11 +20,18 @@ import psutil
 from sovereign_agent import assistant_service, configuration, fencing, heartbeat, liveness, outcomes, relay, runs
 from sovereign_agent.clock import LAST_MICROS, moment
 from sovereign_agent.commands.printing import plain
-from sovereign_agent.configuration import AgentSettings, CommandSettings, ProviderSettings, ScriptedSettings, Settings
+from sovereign_agent.configuration import (
+    AgentSettings,
+    CommandSettings,
+    ModelSettings,
+    ProviderSettings,
+    ScriptedSettings,
+    Settings,
+)
 from sovereign_agent.database import authority, driver_versions
 from sovereign_agent.errors import ConfigurationFault, ProviderFault, SovereignError
 from sovereign_agent.organization import Organization
-from sovereign_agent.providers import account
+from sovereign_agent.providers import account, model
 from sovereign_agent.records import STUCK_SOW_STATES, SowState
 
 WAL_WARNING_BYTES = 64 * 2**20
@@ -90,6 +97,9 @@ def _versions() -> Iterator[tuple[str, str]]:
 def _providers(root: Path, settings: Settings) -> Iterator[Finding]:
     """Whether the program of each provider is there, as a run would look for it, and so is the user it runs as."""
     for name, provider in settings.providers.items():
+        if isinstance(provider, ModelSettings):
+            yield _model(name, provider)
+            continue
         program = _program(provider)
         place = os.path.normpath(root.resolve() / RUN_FOLDER / program) if "/" in program else program
         found = shutil.which(place)
@@ -100,6 +110,16 @@ def _providers(root: Path, settings: Settings) -> Iterator[Finding]:
             yield Finding("provider", Verdict.WARN, f"{name}: {fault}", fault.next_command)
         else:
             yield Finding("provider", Verdict.OK, f"{name}: {found}")
+
+
+def _model(name: str, provider: ModelSettings) -> Finding:
+    """Whether a model could be asked. The endpoint is not, and the key is not shown."""
+    said = {True: "yes", False: "no"}
+    installed, is_set = model.is_installed(), model.has_key(provider)
+    told = f"{name}: openai package installed: {said[installed]}, {provider.key_env} set: {said[is_set]}"
+    if lacking := model.obstacle(provider):
+        return Finding("provider", Verdict.WARN, told, f"before a run: {lacking}")
+    return Finding("provider", Verdict.OK, told)
 
 
 def _no_account(provider: ProviderSettings) -> ProviderFault | None:
@@ -119,7 +139,7 @@ def _program(provider: ProviderSettings) -> str:
             return provider.argv[0]
         case AgentSettings():
             return provider.executable
-        case ScriptedSettings():
+        case ScriptedSettings() | ModelSettings():
             return sys.executable
 
 
