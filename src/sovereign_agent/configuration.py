@@ -238,28 +238,33 @@ class LimitSettings(_Table):
     money: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
-class ModelSettings(_ProgramSettings):
-    """A provider that is a model behind an OpenAI-compatible endpoint, by default OpenAI's own.
+class EndpointSettings(_Table):
+    """How an OpenAI-compatible endpoint, by default OpenAI's own, is asked, and what its model may use.
 
     `key_env` names the variable that holds its key; the key itself stands in no file. `prices` are those of a million
     tokens, of input and of output. `tools` names a function that is given the open ledger and returns tools.
     """
 
-    kind: Literal["model"]
-    model: Text
     base_url: Annotated[str, AfterValidator(_endpoint)] | None = None
     key_env: VariableName = "OPENAI_API_KEY"
     prices: Annotated[tuple[Price, Price], Field(strict=False)] | None = None
     limits: LimitSettings = LimitSettings()
     tools: Reference | None = None
-    timeout_seconds: Seconds = 3600.0
-    run_as: Annotated[str, AfterValidator(_as_its_worker)] = ""
 
     @model_validator(mode="after")
-    def _money_needs_prices(self) -> ModelSettings:
+    def _money_has_prices(self) -> EndpointSettings:
         if self.limits.money is not None and self.prices is None:
             raise ValueError("limits.money cannot be kept without prices")
         return self
+
+
+class ModelSettings(_ProgramSettings, EndpointSettings):
+    """A provider that is a model behind an endpoint."""
+
+    kind: Literal["model"]
+    model: Text
+    timeout_seconds: Seconds = 3600.0
+    run_as: Annotated[str, AfterValidator(_as_its_worker)] = ""
 
 
 KINDS = "claude, codex, cursor, command, scripted, model"
@@ -267,34 +272,17 @@ ProviderSettings = ScriptedSettings | CommandSettings | AgentSettings | ModelSet
 ProviderName = Annotated[Identifier, AfterValidator(_only_real_providers)]
 
 
-class LimitSettings(_Table):
-    """The most that one run of a model may use. `money` is in the currency of its prices."""
+class AssistantSettings(EndpointSettings):
+    """Who answers the assistant's queue: a model behind an endpoint, and its tools.
 
-    model_calls: Annotated[int, Field(ge=1)] = 50
-    tool_calls: Annotated[int, Field(ge=0)] = 200
-    seconds: Seconds = 1800.0
-    output_tokens: Annotated[int, Field(ge=1)] = 8192
-    total_tokens: Annotated[int, Field(ge=1)] = 1_000_000
-    money: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-
-
-class AssistantSettings(_Table):
-    """Who answers the assistant's queue: a model behind an OpenAI-compatible endpoint, and its tools.
-
-    `key_env` names the variable that holds the endpoint's key. `tools` names a function that is given the open ledger
-    and returns a list of tools. `system` is what the model is told first. A killed service's item waits
-    `claim_seconds`. The limits are for one life of an item.
+    `system` is what the model is told first. A killed service's item waits `claim_seconds`. The limits are for one
+    life of an item.
     """
 
     model: Text | None = None
-    base_url: Annotated[str, AfterValidator(_endpoint)] | None = None
-    key_env: VariableName = "OPENAI_API_KEY"
-    prices: Annotated[tuple[Price, Price], Field(strict=False)] | None = None
-    tools: Reference | None = None
     system: Annotated[str, Field(max_length=100_000), AfterValidator(_without_nul)] = ""
     claim_seconds: Annotated[float, Field(ge=1, le=86_400, allow_inf_nan=False)] = 60.0
     context_bytes: Annotated[int, Field(ge=1)] = 2**18
-    limits: LimitSettings = LimitSettings()
 
 
 class Settings(_Table):

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from sovereign_agent import assistant_service
-from sovereign_agent.agent_loop import Limits, Model
+from sovereign_agent.agent_loop import Model
 from sovereign_agent.assistant_work import Claim
 from sovereign_agent.commands.printing import plain
 from sovereign_agent.configuration import FILE_NAME, AssistantSettings, resolve_reference
 from sovereign_agent.conversation import Watch
 from sovereign_agent.errors import ConfigurationFault, SovereignError
 from sovereign_agent.llm_lab import LiveModel, ScriptedModel, scripted_turn
+from sovereign_agent.model_program import limits_of
 from sovereign_agent.organization import Organization
 from sovereign_agent.tool_dispatch import ExecutableTool
 
@@ -33,16 +35,7 @@ def answering(
     settings, watch = org.settings.assistant, Watch()
     model = _scripted(script) if script else _live(settings, watch)
     tools = _tools(org, settings)
-    limits = settings.limits
-    bounds = Limits(
-        limits.model_calls,
-        limits.tool_calls,
-        limits.seconds,
-        limits.output_tokens,
-        limits.total_tokens,
-        None if limits.money is None else round(limits.money * 1_000_000),
-        settings.context_bytes,
-    )
+    limits = replace(limits_of(settings.limits), context_bytes=settings.context_bytes)
 
     def run() -> None:
         assistant_service.serve(
@@ -51,7 +44,7 @@ def answering(
             tools,
             owner=owner or org.process_identity,
             role=role,
-            limits=bounds,
+            limits=limits,
             ttl=settings.claim_seconds,
             system=settings.system,
             watch=watch,
