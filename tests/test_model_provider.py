@@ -342,6 +342,20 @@ def test_what_a_model_wants_after_its_authority_was_lost_is_refused_and_nothing_
     assert len(endpoint.asked) == 1
 
 
+@one_engine
+def test_hazard_39_a_run_that_loses_its_authority_between_two_requests_asks_no_more(shop, endpoint):
+    assignment = governed_work(shop)[2]
+
+    def breaks(handler: Any) -> None:
+        lose(shop, "it was canceled", assignment.id)
+        send(handler, 503, b"")
+
+    endpoint.answers[:] = [breaks, reply(content="Done.")]
+    with pytest.raises(AuthorityLost):
+        shop.run_assignment(assignment.id)
+    assert len(endpoint.asked) == 1
+
+
 def test_what_a_model_wants_while_its_authority_lasts_is_done(shop, endpoint):
     with thinking(shop, endpoint, NOTE) as (_, thought, running):
         thought.over.set()
