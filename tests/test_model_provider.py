@@ -37,6 +37,7 @@ from sovereign_agent.agent_loop import LoopStatus
 from sovereign_agent.commands.checkup import check_up
 from sovereign_agent.configuration import LimitSettings, ModelSettings
 from sovereign_agent.database import Migration
+from sovereign_agent.database import authority as epochs
 from sovereign_agent.errors import AuthorityLost, ConfigurationFault
 from sovereign_agent.model_program import ENDINGS, Authority, Nothing, dispatcher_for, limits_of, own_tools
 from sovereign_agent.organization import Organization
@@ -319,7 +320,7 @@ def lose(org: Organization, how: str, assignment_id: str) -> None:
             lease = fencing.acquire_actor_lease(org.db, OPERATOR, fencing.new_process_identity())
             attempt_on(org.db, assignment_id, lease, None)
         case "another epoch began":
-            org.db.authority.write_text("epoch_of_somebody_else")
+            epochs.write_marker(org.db.authority, epochs.new_epoch())
         case "everything was paused":
             assistant_service.pause(org.db, PRINCIPAL, "the till is locked")
         case _:
@@ -338,6 +339,20 @@ def test_what_a_model_wants_after_its_authority_was_lost_is_refused_and_nothing_
     assert "no longer" in f"{lost.value} {lost.value.why}"
     assert notes(shop) == []
     assert {table: rows(shop.db, table) for table in before} == before
+    assert len(endpoint.asked) == 1
+
+
+@one_engine
+def test_hazard_39_a_run_that_loses_its_authority_between_two_requests_asks_no_more(shop, endpoint):
+    assignment = governed_work(shop)[2]
+
+    def breaks(handler: Any) -> None:
+        lose(shop, "it was canceled", assignment.id)
+        send(handler, 503, b"")
+
+    endpoint.answers[:] = [breaks, reply(content="Done.")]
+    with pytest.raises(AuthorityLost):
+        shop.run_assignment(assignment.id)
     assert len(endpoint.asked) == 1
 
 
