@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
@@ -13,8 +15,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from support import BUMP, bump, child, counter, in_a_session, until_blocked
 
-from sovereign_agent.errors import AuthorityLost
+from sovereign_agent.errors import AuthorityLost, PolicyRefusal
 from sovereign_agent.tool_dispatch import (
+    BEGUN_BEFORE,
     MOST_ARGUMENT_BYTES,
     Dispatcher,
     Effect,
@@ -350,7 +353,7 @@ def test_an_enumeration_is_read_from_json_although_the_schema_is_strict():
 # --- fenced tools -------------------------------------------------------------------------------------------
 
 
-def fenced(db: Any, token: int, handler: Any) -> Dispatcher:
+def fenced(db: Any, token: int, handler: Any, *, fenced: bool = True, **options: Any) -> Dispatcher:
     """One fenced tool whose authority is the token counter's value: whoever bumps it takes the authority over."""
 
     def check(connection: Any, _: ToolCall) -> int:
@@ -358,8 +361,9 @@ def fenced(db: Any, token: int, handler: Any) -> Dispatcher:
             refuse()
         return token
 
-    tool = ExecutableTool("write", "", Nothing, handler, consequential=True, fenced=True)
-    return Dispatcher([tool], allowed={"write"}, fence=Fence(db.immediate, check))
+    gate = {"before_write": options.pop("before_write", None)}
+    tool = ExecutableTool("write", "", Nothing, handler, consequential=True, fenced=fenced, informed=True)
+    return Dispatcher([tool], allowed={"write"}, fence=Fence(db.immediate, check, **options), **gate)
 
 
 def write(_: Nothing, now: Occasion) -> list[Any]:
@@ -450,3 +454,141 @@ def test_a_worker_killed_inside_a_fenced_tool_has_written_nothing(db, location):
         process.join()
     assert counter(db) == token
     assert fenced(db, token, write).invoke(WRITE).ok
+
+
+# --- what a fence records -----------------------------------------------------------------------------------
+
+
+def note(connection: Any, call: ToolCall, now: Occasion, answer: Any) -> None:
+    """A record of the call in the ledger itself: it is there when, and only when, its transaction committed."""
+    beat = f"{call.id} {now.operation_id} {now.token} {answer and answer.content}"
+    connection.execute("INSERT INTO heartbeats (at, source, process_identity, host) VALUES (1, ?, '', '')", (beat,))
+
+
+def notes(db: Any) -> list[str]:
+    return [row["source"] for row in db.connection.execute("SELECT source FROM heartbeats ORDER BY seq").rows]
+
+
+def test_the_answer_of_a_fenced_tool_is_recorded_with_its_write(db):
+    token = counter(db)
+    answer = fenced(db, token, write, record=note).invoke(WRITE, Occasion("op_1"))
+    assert (counter(db), notes(db)) == (token + 1, [f"c1 op_1 {token} {answer.content}"])
+
+
+def test_a_result_too_large_of_a_fenced_tool_is_recorded_too_and_says_that_it_has_acted(db):
+    token = counter(db)
+    fenced(db, token, write, record=note).invoke(WRITE, Occasion("op_1"), result_bytes=1)
+    assert counter(db) == token + 1
+    assert '"effect": "done"' in notes(db)[0]
+
+
+def test_what_cannot_be_recorded_is_not_written(db):
+    token = counter(db)
+
+    def record(*told: Any) -> None:
+        note(*told)
+        raise RuntimeError("no room in the record")
+
+    answer = fenced(db, token, write, record=record).invoke(WRITE)
+    assert (answer.code, answer.effect, counter(db), notes(db)) == ("tool_failed", Effect.NONE, token, [])
+
+
+@pytest.mark.parametrize("spoil", [lambda: 1 / 0, refuse], ids=["bug", "refusal"])
+def test_a_fenced_tool_that_fails_leaves_no_record(db, spoil):
+    answer = fenced(db, counter(db), lambda *_: spoil(), record=note).invoke(WRITE)
+    assert (answer.code, answer.effect, notes(db)) == ("tool_failed", Effect.NONE, [])
+
+
+def test_a_recorded_answer_stands_although_the_end_of_its_commit_was_not_heard(db):
+    token = counter(db)
+
+    @contextmanager
+    def cut() -> Any:
+        with db.immediate() as connection:
+            yield connection
+        raise ConnectionError("the server went away, and its answer with it")
+
+    dispatcher = fenced(db, token, write, record=note)
+    dispatcher._fence = replace(dispatcher._fence, transaction=cut)
+    answer = dispatcher.invoke(WRITE)
+    assert (answer.code, answer.effect, counter(db)) == ("tool_failed", Effect.UNKNOWN, token + 1)
+    assert '"ok": true' in notes(db)[0]
+
+
+def test_the_intent_is_committed_before_what_is_not_fenced_leaves_the_house(db, location):
+    token = counter(db)
+    seen: list[Any] = []
+
+    def handler(_: Nothing, now: Occasion) -> str:
+        with db.immediate():  # nobody's transaction is open: this would be refused as nested
+            seen.append((in_a_session(location, notes), now.connection, now.token))
+        return "sent"
+
+    answer = fenced(db, token, handler, fenced=False, record=note).invoke(WRITE, Occasion("op_1"))
+    assert (answer.ok, answer.result) == (True, "sent")
+    assert seen == [([f"c1 op_1 {token} None"], None, token)]
+    assert len(notes(db)) == 1
+
+
+def test_nothing_leaves_the_house_without_authority_or_without_its_intent(db):
+    sent: list[Any] = []
+    token = counter(db)
+
+    def handler(*_: Any) -> None:
+        sent.append(1)
+
+    def record(*told: Any) -> None:
+        note(*told)
+        raise RuntimeError("no room in the record")
+
+    stale = fenced(db, token + 1, handler, fenced=False, record=note).invoke(WRITE)
+    unrecorded = fenced(db, token, handler, fenced=False, record=record).invoke(WRITE)
+    assert [(each.code, each.effect, each.authority_lost) for each in (stale, unrecorded)] == [
+        ("tool_failed", Effect.NONE, True),
+        ("tool_failed", Effect.NONE, False),
+    ]
+    assert (sent, notes(db)) == ([], [])
+
+
+def test_a_gate_that_refuses_keeps_the_intent_from_being_recorded(db):
+    sent: list[Any] = []
+    dispatcher = fenced(db, counter(db), lambda *_: sent.append(1), fenced=False, record=note, before_write=refuse)
+    answer = dispatcher.invoke(WRITE)
+    assert (answer.effect, answer.authority_lost, sent, notes(db)) == (Effect.NONE, True, [], [])
+
+
+def test_a_tool_that_fails_after_its_intent_may_have_acted(db):
+    answer = fenced(db, counter(db), lambda *_: 1 / 0, fenced=False, record=note).invoke(WRITE)
+    assert (answer.code, answer.effect, len(notes(db))) == ("tool_failed", Effect.UNKNOWN, 1)
+
+
+def test_an_operation_that_was_let_out_before_is_not_told_to_have_changed_nothing(db):
+    sent: list[Any] = []
+
+    def record(*_: Any) -> None:
+        raise PolicyRefusal("It was begun before.", category=BEGUN_BEFORE)
+
+    answer = fenced(db, counter(db), lambda *_: sent.append(1), fenced=False, record=record).invoke(WRITE)
+    assert (answer.code, answer.effect, sent) == ("tool_failed", Effect.UNKNOWN, [])
+
+
+def killed_after_its_write(pipe: Any, location: Any, token: int) -> None:
+    db = location.open()
+
+    def record(*told: Any) -> None:
+        note(*told)
+        pipe.send("recorded")
+        pipe.recv()
+
+    fenced(db, token, write, record=record).invoke(WRITE)
+
+
+def test_of_a_worker_killed_between_record_and_commit_neither_write_nor_record_is_there(db, location):
+    token = counter(db)
+    with child(killed_after_its_write, location, token) as (process, pipe):
+        assert pipe.recv() == "recorded"
+        process.kill()
+        process.join()
+    assert (counter(db), notes(db)) == (token, [])
+    assert fenced(db, token, write, record=note).invoke(WRITE).ok
+    assert (counter(db), len(notes(db))) == (token + 1, 1)

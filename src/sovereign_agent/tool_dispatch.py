@@ -17,7 +17,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -29,6 +29,9 @@ MOST_RESULT_BYTES = 2**18
 EXCERPT_BYTES = 2000
 MOST_INTEGER = 2**63 - 1
 """The greatest number that a ledger takes, on either engine."""
+
+BEGUN_BEFORE = "effect_repeated"
+"""The category of a gate's refusal that says: this very operation was let out before. What it did is unknown here."""
 
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
@@ -58,7 +61,7 @@ class Occasion:
         operation_id: our own name for this one act, for use outside as an idempotency key.
         deadline: the moment, on `clock.monotonic`, at which nobody waits any longer; in seconds.
         connection: for a fenced handler, the connection of the transaction in which the check has just passed.
-        token: for a fenced handler, what the check answered: the token of the authority it acts under.
+        token: what the fence's check answered: the token of the authority that it acts under.
     """
 
     operation_id: str = ""
@@ -71,12 +74,34 @@ AT_LEISURE = Occasion()
 """No deadline, and no name: for calls that are made by hand."""
 
 
+def _nothing(*_: object) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """How a fenced tool writes: `transaction` opens one, and `check` refuses on its connection or answers the token."""
+    """The one door for what is written under an authority.
+
+        fenced tool         | transaction: check, handler, record(its Answer) | commit
+        other consequential | transaction: check, record(None)                | commit | handler
+
+    So the write of a fenced tool and the record of its answer stand together or not at all, and whatever leaves the
+    house through another tool is known before it leaves. A record that raises keeps the one from being committed
+    and the other from running.
+
+    Should the end of a fenced commit not be known, the answer that is returned is a ``tool_failed`` of unknown
+    effect, although the recorded one may stand. Who keeps a transcript lets the first recorded answer of a call win,
+    as `agent_loop.paired` does.
+
+    Attributes:
+        transaction: opens one; it commits at its end, and rolls back when it is left by an exception.
+        check: refuses on its connection, or answers the token of the authority.
+        record: is told the connection, the call, its `Occasion`, and its `Answer` or None.
+    """
 
     transaction: Callable[[], AbstractContextManager[Any]]
     check: Callable[[Any, ToolCall], Any]
+    record: Callable[[Any, ToolCall, Occasion, Answer | None], Any] = _nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +111,7 @@ class ExecutableTool:
     Attributes:
         arguments: a Pydantic model that forbids extra fields; it is always applied strictly.
         handler: gets the arguments, and the `Occasion` as well when the tool is informed or fenced.
-        consequential: it changes something, so the gate is asked before each call.
+        consequential: it changes something, so every gate that there is is asked before each call.
         fenced: its handler writes in the very transaction in which the check has passed.
         informed: its handler wants to know its operation id and its deadline.
         polling: it is meant to be asked again and again with the same arguments.
@@ -151,8 +176,8 @@ class Dispatcher:
     Args:
         tools: each under a name of its own.
         allowed: the names that may be called; a tool that is not among them does not exist for the model.
-        before_write: the gate of consequential tools. It returns, or it raises.
-        fence: the gate of fenced tools.
+        before_write: the gate of consequential tools that are not fenced. It returns, or it raises.
+        fence: the gate of all consequential tools, and the only one of those that are fenced.
 
     Raises ValueError for two tools of one name.
     """
@@ -192,33 +217,51 @@ class Dispatcher:
             arguments = tool.arguments.model_validate_json(argument_text(call.arguments), strict=True)
         except Exception as error:  # noqa: BLE001 - a validator is a user's code and may raise anything
             return refused("invalid_arguments", _told(error))
-        if tool.consequential and (self._fence if tool.fenced else self._before_write) is None:
+        if tool.consequential and not (self._fence or (self._before_write and not tool.fenced)):
             return refused("write_authority_required", "no gate was given to this dispatcher")
         return self._act(tool, call, arguments, now, result_bytes)
 
     def _act(self, tool: ExecutableTool, call: ToolCall, arguments: Any, now: Occasion, result_bytes: int) -> Answer:
-        changes = Effect.UNKNOWN if tool.consequential else Effect.NONE
         effect = Effect.NONE
         try:
-            with ExitStack() as held:
-                if tool.fenced and self._fence:
-                    connection = held.enter_context(self._fence.transaction())
+            if tool.fenced and self._fence:
+                with self._fence.transaction() as connection:
                     now = replace(now, connection=connection, token=self._fence.check(connection, call))
-                elif tool.consequential and self._before_write:
-                    self._before_write(call)
-                if not tool.fenced:  # else whatever fails in the handler is rolled back
-                    effect = changes
-                result = tool.handler(arguments, now) if tool.fenced or tool.informed else tool.handler(arguments)
-                text = as_json(result)
-                effect = changes  # a commit may still lie ahead, and who is cut off from one does not know its end
+                    answer = _ran(tool, arguments, now, result_bytes)
+                    self._fence.record(connection, call, now, answer)
+                    effect = Effect.UNKNOWN  # who is cut off from the commit that lies ahead does not know its end
+                return answer
+            if tool.consequential:
+                now = self._let_out(call, now)
+                effect = Effect.UNKNOWN
+            return _ran(tool, arguments, now, result_bytes)
         except Exception as error:  # noqa: BLE001 - a handler is a user's code and may raise anything
+            if getattr(error, "category", "") == BEGUN_BEFORE:
+                effect = Effect.UNKNOWN
             return refused("tool_failed", _told(error), effect, lost=refuses_authority(error))
-        if len(text.encode()) > result_bytes:
-            notice = f"The result has {len(text.encode())} bytes, and {max(result_bytes, 0)} are left for it."
-            start = excerpt(text, min(EXCERPT_BYTES, result_bytes))
-            effect = Effect.DONE if tool.consequential else Effect.NONE
-            return refused("result_too_large", text, effect, notice=notice, excerpt=start)
+
+    def _let_out(self, call: ToolCall, now: Occasion) -> Occasion:
+        """Ask every gate whether this call may act outside a transaction, and have the intent recorded first."""
+        if self._before_write:
+            self._before_write(call)
+        if self._fence:
+            with self._fence.transaction() as connection:
+                now = replace(now, token=self._fence.check(connection, call))
+                self._fence.record(connection, call, now, None)
+        return now
+
+
+def _ran(tool: ExecutableTool, arguments: Any, now: Occasion, result_bytes: int) -> Answer:
+    """The answer of a handler that came back; a result that is too large says that it has acted."""
+    result = tool.handler(arguments, now) if tool.fenced or tool.informed else tool.handler(arguments)
+    text = as_json(result)
+    size = len(text.encode())
+    if size <= result_bytes:
         return Answer(ok=True, code="", content=f'{{"ok": true, "result": {text}}}', result=result)
+    notice = f"The result has {size} bytes, and {max(result_bytes, 0)} are left for it."
+    start = excerpt(text, min(EXCERPT_BYTES, result_bytes))
+    effect = Effect.DONE if tool.consequential else Effect.NONE
+    return refused("result_too_large", text, effect, notice=notice, excerpt=start)
 
 
 def argument_text(arguments: Any) -> str:
