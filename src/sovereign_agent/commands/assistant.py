@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sovereign_agent.commands import effects
 from sovereign_agent.commands.options import HERE, By, Json, Root, opened
 from sovereign_agent.commands.printing import answer, entry
 from sovereign_agent.errors import IllegalMove
@@ -162,6 +163,10 @@ def transcript(
         for line in lines
     )
     answer({"lines": lines}, text or "Nothing was said yet.", as_json=json)
+
+
+app.command()(effects.effects)
+app.command()(effects.reconcile)
 
 
 def _shown(row: Row) -> dict[str, Any]:
