@@ -31,7 +31,7 @@ from conftest import Location
 from support import eventually
 
 import sovereign_agent
-from sovereign_agent import assistant_work, cli, fencing, journal, outcomes, relay, workspace
+from sovereign_agent import assistant_work, cli, effects, fencing, journal, outcomes, relay, workspace
 from sovereign_agent.clock import ManualClock
 from sovereign_agent.commands import checkup, crash, demo_restore, views
 from sovereign_agent.configuration import FILE_NAME
@@ -256,6 +256,8 @@ def test_the_verbs_are_those_that_were_promised():
         "assistant evidence",
         "assistant serve",
         "assistant ask",
+        "assistant effects",
+        "assistant reconcile",
         "demo store",
         "demo crash",
         "demo restore",
@@ -1411,6 +1413,29 @@ def test_the_assistant_speaks_to_people_too(root, call):
     assert "Two tubs left." in call("assistant", "transcript", item, *place).out
     assert call("assistant", "cancel", item, "--by", "nobody", *place).code == 2
     assert call("assistant", "transcript", "work_0", *place).code == 1
+
+
+def test_what_left_the_house_is_shown_and_a_person_speaks_of_it(root, call):
+    place = ["--root", root]
+    assert call("assistant", "effects", *place).out == "Nothing needs a person's word.\n"
+    with closing(Organization(root)) as org:
+        for name in ("op_1", "op_2"):
+            meant = {"work_id": "work_1", "generation": 1, "epoch": "e", "tool": "order"}
+            with org.db.transaction() as connection:
+                effects.intend(connection, name, **meant, arguments='{"sku": "\x1b[31mTEA"}', at=7)
+    told = call("assistant", "effects", *place).out
+    assert "op_1  order" in told
+    assert "nobody saw it" in told
+    assert "\\x1b[31mTEA" in told
+    (second,) = call("assistant", "effects", "--after", 1, *place, "--json").document["effects"]
+    assert (second["operation_id"], second["outcome"], second["of_older_epoch"]) == ("op_2", "", False)
+    word = ["--outcome", "done", "--by", "principal-human", "--reason", "asked the supplier", *place]
+    assert call("assistant", "reconcile", "op_1", "op_2", *word, "--json").document["reconciled"] == ["op_1", "op_2"]
+    assert call("assistant", "effects", *place, "--json").document == {"effects": []}
+    refused = call("assistant", "reconcile", "op_1", *word, "--json")
+    assert (refused.code, refused.error["category"]) == (1, "effect_settled")
+    word[3] = "nobody"
+    assert call("assistant", "reconcile", "op_1", *word).code == 2
 
 
 @pytest.mark.parametrize("content", ["no such file", "", "null", "[]", "{}", '{"id": "work_1"}', "\udcff"])

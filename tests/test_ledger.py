@@ -708,6 +708,7 @@ KEYS = {
     "acceptances": ["outcome_id"],
     "rulings": ["id"],
     "assistant_delegations": ["child_id"],
+    "effects": ["seq", "operation_id"],
 }
 LINES = {
     "events": "INSERT INTO events (at, kind, subject, actor, detail) VALUES (1, 'k', 's', 'a', '{}')",
@@ -736,13 +737,21 @@ LINES = {
         SELECT id, 1, '{}', 1 FROM assistant_work
     """,
     "assistant_delegations": "INSERT INTO assistant_delegations SELECT id, id, 1, 1, 1 FROM assistant_work",
+    "effects": """
+        INSERT INTO effects (operation_id, work_id, generation, epoch, tool, arguments, arguments_sha256, created_at)
+        SELECT 'op', id, 1, 'e', 't', '{}', '', 1 FROM assistant_work
+    """,
+    "effect_ends": """
+        INSERT INTO effect_ends (operation_id, outcome, actor, reason, created_at)
+        SELECT operation_id, 'done', '', '', 1 FROM effects
+    """,
 }
 """One plain insert for each table that only grows."""
 
 
 def test_the_tables_that_must_only_grow_are_the_ones_that_do() -> None:
     promised = {"events", "receipts", "evidence", "verifications", "reviews", "acceptances", "rulings", "heartbeats"}
-    promised |= {"assistant_transcript", "assistant_delegations"}
+    promised |= {"assistant_transcript", "assistant_delegations", "effects", "effect_ends"}
     assert set(APPEND_ONLY) == promised == set(LINES)
 
 

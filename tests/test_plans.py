@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support import ACTOR, attempt_on, finish, new_assignment, recover, renew_attempt, run_of
 
-from sovereign_agent import assistant_work, fencing, journal, relay
+from sovereign_agent import assistant_work, effects, fencing, journal, relay
 from sovereign_agent.clock import ManualClock
 from sovereign_agent.database import Database, Result, Value
 from sovereign_agent.heartbeat import heartbeat_status
@@ -39,6 +39,10 @@ HISTORY = (
     """INSERT INTO assistant_transcript (work_id, generation, message, created_at)
     SELECT 'work_' || i, 1, '{}', i FROM n""",
     "INSERT INTO assistant_delegations SELECT 'work_' || (i + 1), 'work_' || i, i, 1, i FROM n WHERE i < 5000",
+    """INSERT INTO effects (operation_id, work_id, generation, epoch, tool, arguments, arguments_sha256, created_at)
+    SELECT 'op_' || i, 'work_' || i, 1, 'e', 't', '{}', '', i FROM n""",
+    """INSERT INTO effect_ends (operation_id, outcome, actor, reason, created_at)
+    SELECT 'op_' || i, 'done', '', '', i FROM n""",
     "INSERT INTO heartbeats (at, source, process_identity, host) SELECT i, 's', 'p', 'h' FROM n",
 )
 TABLES = [statement.split()[2] for statement in HISTORY]
@@ -171,12 +175,37 @@ def test_no_hot_statement_of_the_assistant_walks_through_history(old_ledger: Dat
     assert walking(db, acts) == {}
 
 
+def test_no_hot_statement_about_effects_walks_through_history(old_ledger: Database) -> None:
+    db = old_ledger
+
+    def intend(operation_id: str) -> None:
+        meant = {"work_id": "work_1", "epoch": "e", "tool": "order", "arguments": "{}"}
+        with db.transaction() as connection:
+            effects.intend(connection, operation_id, **meant, generation=1, at=1)
+
+    def settle(operation_id: str, outcome: str) -> None:
+        with db.transaction() as connection:
+            effects.settle(connection, operation_id, outcome, at=1)
+
+    intend("op_a")
+    db.connection.execute("ANALYZE")  # of a table that was never filled PostgreSQL expects thousands of rows
+    acts: dict[str, Callable[[], Any]] = {
+        "intend": lambda: intend("op_b"),
+        "settle": lambda: settle("op_a", "done"),
+        "settle unknown": lambda: settle("op_b", "unknown"),
+        "unsettled": lambda: effects.unsettled(db.connection),
+        "reconcile": lambda: effects.reconcile(db, "op_b", "done", actor="a", reason="r"),
+    }
+    assert walking(db, acts) == {}
+
+
 @pytest.mark.parametrize(
     "sql",
     [
         "SELECT id FROM messages WHERE body = ?",
         "SELECT id FROM execution_attempts WHERE process_identity = ? AND status = 'DONE'",
         "SELECT id FROM assistant_work WHERE session = ?",
+        "SELECT seq FROM effects WHERE work_id = ?",
         "SELECT at FROM heartbeats WHERE host = ? ORDER BY at DESC LIMIT 1",
     ],
 )

@@ -13,7 +13,8 @@ The map of the house; whatever stands lower never imports what stands higher:
                  liveness         what can be said about a worker that is silent
                  runs             what a process holds while it runs one, and how a run ends
                  verdicts         what is found when the house looks for itself
-    homes        assistant_work   the assistant's queue: claims under an epoch, and their transcript
+    homes        effects          what left the house, and what nobody may send again
+                 assistant_work   the assistant's queue: claims under an epoch, and their transcript
                  relay            the actors' mailbox
                  fencing          actor leases and execution attempts: who may act right now
                  outcomes         outcomes, statements of work, assignments, and what is said about them

@@ -8,6 +8,7 @@ on and read on, but holds nothing: its row is gone or is nobody's, its token is 
 the ledger's. Nothing resumes by itself: a restored ledger is paused until a person says otherwise.
 
     verified staging image, with the new epoch and every revocation in it      the ledger is not touched
+      -> what left the house goes into the image, too     (commit)             nobody else writes the ledger now
       -> pause, and the restore's id on the control row   (commit)             from here on nothing can be opened
       -> new marker                                       (rename)
       -> write lock -> safety copy -> the image's content (commit)
@@ -32,7 +33,7 @@ from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
-from sovereign_agent import assistant_work, conversation, fencing, heartbeat, journal, relay
+from sovereign_agent import assistant_work, conversation, effects, fencing, heartbeat, journal, relay
 from sovereign_agent.agent_loop import Limits, Model
 from sovereign_agent.assistant_work import Claim
 from sovereign_agent.clock import LAST_MICROS, micros, moment
@@ -305,6 +306,7 @@ def _begin_epoch(
     fencing.revoke_all(connection, now)
     relay.revoke_all(connection)
     assistant_work.revoke_all(connection, now.timestamp())
+    effects.doubt_all(connection)
 
 
 # --- backup and restore -----------------------------------------------------------------------------------
@@ -313,7 +315,8 @@ def _begin_epoch(
 def backup(db: Database, destination: Path | str) -> sqlite_backup.Image:
     """Copy the ledger, while it is being written, to a new file that `restore` takes.
 
-    Raises IllegalMove (``backup_exists``, ``backup_folder``), Refusal (``postgresql_tools``), LedgerUnavailable.
+    Raises IllegalMove (``backup_exists``, ``backup_folder``, ``backup_lineage``), Refusal (``postgresql_tools``),
+    LedgerUnavailable.
     """
     _require_sqlite(db, "backed up", "pg_dump --format=custom --file=FILE DATABASE")
     return sqlite_backup.back_up(db.path, Path(destination).absolute())
@@ -446,11 +449,17 @@ def _close(db: Database, restore_id: str, epoch: str, rolled_back_by: str = "") 
 
 
 def _mark(db: Database, seen: Control, restore_id: str, last_token: int) -> None:
-    """Pause, and let no other restore begin: from here on no token is minted that the image does not know."""
+    """Pause, and let no other restore begin.
+
+    From here on no token is minted and no effect leaves the house that the image does not know.
+    """
     with db.immediate() as connection:
         behind = fencing.last_token(connection) >= last_token
         if behind or not authority.change_control(connection, seen, paused=True, restoring=restore_id):
             raise _overtaken()
+        image = Database(_staging(db, restore_id), create=False, authority_required=False)
+        with closing(image), image.immediate() as carried:
+            effects.carry_over(connection, carried)
 
 
 @contextmanager

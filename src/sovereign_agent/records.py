@@ -59,7 +59,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return _object
     if hint == tuple[str, ...]:
         return _names
-    return hint if isinstance(hint, type) and issubclass(hint, StrEnum) else lambda stored: stored
+    return hint if isinstance(hint, type) and issubclass(hint, (StrEnum, bool)) else lambda stored: stored
 
 
 def _object(stored: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sovereign_agent.commands import effects
 from sovereign_agent.commands.options import HERE, By, Json, Root, opened
 from sovereign_agent.commands.printing import answer, entry, plain
 from sovereign_agent.errors import IllegalMove
@@ -250,6 +251,10 @@ def ask(
     facts = [("why", ended["result"]), ("look", f"sovereign-agent assistant transcript {item}")]
     answer(ended, entry(f"Item {item} is {ended['status']}.", facts), as_json=json)
     raise typer.Exit(1)
+
+
+app.command()(effects.effects)
+app.command()(effects.reconcile)
 
 
 def _shown(row: Row) -> dict[str, Any]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="See whose era of authority a ledger is in, and begin another.")
 
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for those who come after.")]
+EFFECTS = ("look", "sovereign-agent assistant effects")
 RESUME = ("next", "sovereign-agent resume --by ACTOR --reason TEXT")
 
 
@@ -85,7 +86,7 @@ def restore(
         else:
             done = assistant_service.roll_back_restore(db, actor=by)
     what = "was rolled back" if rollback else "is restored"
-    facts = [("epoch", done.epoch), ("before", done.safety_copy), RESUME]
+    facts = [("epoch", done.epoch), ("before", done.safety_copy), EFFECTS, RESUME]
     answer(done, entry(f"The ledger {what}, and is paused.", facts), as_json=json)
 
 
@@ -117,7 +118,7 @@ def new_epoch(*, by: By, reason: Reason, root: Root = HERE, json: Json = False) 
 
     with _ledger(root, by, authority_required=False) as db:
         epoch = assistant_service.new_epoch(db, by, reason)
-    facts = [("epoch", epoch), ("hosts", "each other host: sovereign-agent authority adopt --yes"), RESUME]
+    facts = [("epoch", epoch), ("hosts", "each other host: sovereign-agent authority adopt --yes"), EFFECTS, RESUME]
     answer(
         {"epoch": epoch, "paused": True}, entry("A new epoch has begun, and the ledger is paused.", facts), as_json=json
     )

@@ -4,6 +4,9 @@ A backup is one file, at rest (no -wal beside it), and carries its own seal: the
 statements. SQLite's integrity check finds a torn page but not a changed letter; the seal finds both. Coming back,
 nothing is believed: the file is copied aside, checked and unsealed there, and the ledger is not touched before that.
 
+A folder keeps the backups of one lineage. Of two copies of a ledger that both go on, the second is refused in the
+folder of the first: to a restore one's backup would be as good as the other's.
+
 The way back never swaps a file under those who have it open. It is one SQLite transaction into the open ledger:
 whoever dies in it leaves the ledger as it was.
 """
@@ -16,7 +19,7 @@ import secrets
 import sqlite3
 import stat
 from collections.abc import Callable, Generator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,7 +27,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from sovereign_agent.clock import monotonic
-from sovereign_agent.errors import IllegalMove, Refusal
+from sovereign_agent.errors import IllegalMove, Refusal, SovereignError
 from sovereign_agent.storage.sqlite import status_of, translated, writer_of
 
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
@@ -33,7 +36,7 @@ _SEAL = ('INSERT INTO "backup_seal"', "CREATE TABLE backup_seal")
 _EXACTLY = partial(str, encoding="utf-8", errors="surrogateescape")
 
 # home: storage.sqlite_backup
-_CREATE_SEAL = "CREATE TABLE backup_seal (digest TEXT NOT NULL)"
+_CREATE_SEAL = "CREATE TABLE backup_seal (digest TEXT NOT NULL, ledger TEXT NOT NULL)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +52,15 @@ class Image:
 def back_up(ledger: Path, destination: Path, *, replacing: bool = False) -> Image:
     """Copy a ledger, which may be written meanwhile, to a new file of mode 0600; verify it, then give it its name.
 
-    Raises IllegalMove (``backup_exists``, ``backup_folder``), LedgerUnavailable and OSError; nothing then stands under
-    the name that did not stand there before.
+    Raises IllegalMove (``backup_exists``, ``backup_folder``, ``backup_lineage``), LedgerUnavailable and OSError;
+    nothing then stands under the name that did not stand there before.
     """
     if not replacing and os.path.lexists(destination):
         raise _unwritten(destination, "backup_exists", "That name is taken.")
     if not destination.parent.is_dir():
         raise _unwritten(destination, "backup_folder", f"There is no folder {destination.parent}.")
+    if not replacing:
+        _require_one_lineage(ledger, destination)
     temporary = destination.with_name(f".{destination.name}.{secrets.token_hex(8)}")
     try:
         _make_empty(temporary)
@@ -67,7 +72,7 @@ def back_up(ledger: Path, destination: Path, *, replacing: bool = False) -> Imag
             copy.execute("PRAGMA journal_mode = DELETE").fetchall()
             copy.execute("DROP TABLE IF EXISTS backup_seal")
             copy.execute(_CREATE_SEAL)
-            copy.execute("INSERT INTO backup_seal (digest) VALUES (?)", (digest,))
+            copy.execute("INSERT INTO backup_seal (digest, ledger) VALUES (?, ?)", (digest, _quoted(ledger)))
         with _opened(temporary, "mode=ro") as copy:
             _require_sound(copy, destination, digest)
             image = Image(destination, temporary.stat().st_size, _row_counts(copy), digest)
@@ -144,8 +149,7 @@ def content_digest(raw: sqlite3.Connection) -> str:
 def _opened(path: Path, mode: str = "mode=rw") -> Generator[sqlite3.Connection]:
     """A session of plain rows, whose errors are told in the house's words."""
     try:
-        name = f"file:{quote(os.fsencode(path.resolve()))}?{mode}"
-        with closing(sqlite3.connect(name, uri=True, isolation_level=None)) as raw:
+        with closing(sqlite3.connect(f"file:{_quoted(path)}?{mode}", uri=True, isolation_level=None)) as raw:
             raw.text_factory = _EXACTLY
             raw.execute("PRAGMA synchronous = FULL")
             raw.execute("PRAGMA fullfsync = ON")
@@ -154,6 +158,28 @@ def _opened(path: Path, mode: str = "mode=rw") -> Generator[sqlite3.Connection]:
         if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in _DAMAGED:
             raise _refused(path, "backup_damaged", f"SQLite says: {error}.") from error
         raise translated(error, path, lambda: "") from error
+
+
+def _quoted(path: Path) -> str:
+    return quote(os.fsencode(path.resolve()))
+
+
+def _require_one_lineage(ledger: Path, destination: Path) -> None:
+    """Refuse a folder with a backup of the same ledger from another place: a copy of it went on from there."""
+    mine = _row_of(ledger, "mode=ro", "SELECT max(ledger_id) FROM assistant_control")
+    for neighbour in filter(Path.is_file, destination.parent.iterdir()):
+        whose = "SELECT max(ledger_id), max(ledger) FROM assistant_control, backup_seal"
+        theirs = _row_of(neighbour, "mode=ro&immutable=1", whose)
+        if theirs and theirs[:1] == mine and theirs[1] != _quoted(ledger):
+            why = f"{neighbour.name} is of the same ledger at {theirs[1]}. Each goes on by itself: keep them apart."
+            raise _unwritten(destination, "backup_lineage", why)
+
+
+def _row_of(path: Path, mode: str, sql: str) -> tuple[str | None, ...]:
+    """The row that a file answers with, or an empty one: any file may lie in that folder."""
+    with suppress(SovereignError), _opened(path, mode) as raw:
+        return tuple(raw.execute(sql).fetchone())
+    return ()
 
 
 def _seal_of(raw: sqlite3.Connection, path: Path) -> str:
