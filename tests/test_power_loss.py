@@ -5,6 +5,7 @@ The long form, each cut of each story, is `python -m sovereign_agent.testing.pow
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 from pathlib import Path
@@ -12,21 +13,25 @@ from pathlib import Path
 import pytest
 
 from sovereign_agent import assistant_service
-from sovereign_agent.database import LEDGER_NAME
+from sovereign_agent.database import LEDGER_NAME, Database
+from sovereign_agent.errors import SovereignError
 from sovereign_agent.storage import authority, sqlite, sqlite_backup
 from sovereign_agent.testing import power_loss
-from sovereign_agent.testing.power_loss import EVERYWHERE, NEW_EPOCH, ROOT, STORIES, record_of, try_story
+from sovereign_agent.testing.power_loss import EVERYWHERE, NEW_EPOCH, ROOT, STORIES, Judge, cuts, record_of, try_story
 from sovereign_agent.testing.recorder import Disk, Mark, Name, Recorder, Sync, SyncFolder, Write
 
 MARKER = f"{ROOT}/{LEDGER_NAME.with_suffix('.authority')}"
 JOURNAL = range(17)
 """The cuts of a first start before there is a log: SQLite still undoes what it writes by a journal."""
 
+LOG_BEGUN = range(1, 8)
+"""The cuts around the header of a log."""
+
 MENDED = {"restore": "refused (restore_unfinished)", "epoch": "refused (epoch_replaced)"}
 
 
 def test_a_run_cut_at_every_point_is_wholly_what_a_commit_left() -> None:
-    report = try_story("run", reorderings=1)
+    report = try_story("run", reorderings=0)
     assert (report.findings, set(report.endings)) == ([], {"opened"})
     assert report.cuts > 100
     assert report.endings.total() > 2 * report.cuts
@@ -34,7 +39,7 @@ def test_a_run_cut_at_every_point_is_wholly_what_a_commit_left() -> None:
 
 @pytest.mark.parametrize(
     ("story", "every"),
-    [("first_start", 24), ("mail", 5), ("assistant", 5), ("backup", 16), ("restore", 37), ("epoch", 6)],
+    [("first_start", 24), ("mail", 5), ("assistant", 5), ("backup", 16), ("restore", 71), ("epoch", 6)],
 )
 def test_a_story_cut_here_and_there_is_wholly_what_a_commit_left(story: str, every: int) -> None:
     report = try_story(story, reorderings=1, at=EVERYWHERE[::every])
@@ -53,6 +58,24 @@ def test_a_story_cut_at_every_point_is_wholly_what_a_commit_left(story: str) -> 
 
 def test_hazard_71_a_first_start_cut_before_there_is_a_log_is_made_anew() -> None:
     report = try_story("first_start", reorderings=2, at=JOURNAL)
+    assert (report.findings, set(report.endings)) == ([], {"opened"})
+
+
+def test_a_reader_of_a_first_start_that_was_cut_is_told_what_finishes_it(tmp_path: Path) -> None:
+    (tmp_path / "told").mkdir()
+    heard = set[str]()
+    for cut in itertools.islice(cuts(record_of("first_start", tmp_path / "told")), len(JOURNAL)):
+        disk = cut.durable.after(cut.pending).files()
+        Judge(tmp_path / "left", cut, disk, b"").lay()
+        try:
+            Database(tmp_path / "left" / ROOT / LEDGER_NAME, read_only=True).close()
+        except SovereignError as refused:
+            heard.add(refused.why)
+    assert "its first start was interrupted, and `sovereign-agent init` finishes it" in heard
+
+
+def test_a_log_cut_off_after_its_header_locks_nobody_out() -> None:
+    report = try_story("assistant", reorderings=0, at=LOG_BEGUN)
     assert (report.findings, set(report.endings)) == ([], {"opened"})
 
 
@@ -83,7 +106,7 @@ def test_with_a_session_that_does_not_sync_a_cut_loses_what_was_confirmed(
 ) -> None:
     careless = [f"synchronous = {synchronous}" if "synchronous" in each else each for each in sqlite._SESSION]
     monkeypatch.setattr(sqlite, "_SESSION", careless)
-    findings = try_story("assistant", reorderings=0, at=EVERYWHERE[::3]).findings
+    findings = try_story("assistant", reorderings=0, at=EVERYWHERE[::5]).findings
     assert any("that were confirmed are gone" in finding for finding in findings)
 
 
@@ -99,13 +122,13 @@ def test_hazard_76_with_a_marker_that_is_not_synced_a_cut_leaves_none_or_another
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(authority, "replace_file", _without_a_sync)
-    findings = try_story("epoch", reorderings=0, at=EVERYWHERE[::3]).findings
+    findings = try_story("epoch", reorderings=0, at=EVERYWHERE[::5]).findings
     assert {category for finding in findings for category in ("epoch_replaced", "marker_empty") if category in finding}
 
 
 def test_with_a_backup_that_is_not_synced_a_cut_loses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_backup, "sync", lambda _: None)
-    findings = try_story("backup", reorderings=0, at=EVERYWHERE[::9]).findings
+    findings = try_story("backup", reorderings=0, at=EVERYWHERE[::12]).findings
     assert any("The backup that was answered for is not there" in finding for finding in findings)
 
 
