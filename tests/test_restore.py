@@ -142,7 +142,7 @@ def test_a_backup_whose_name_may_not_outlive_a_power_cut_has_no_name(
             raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sqlite_backup, "_sync", fail)
+        patch.setattr(sqlite_backup, "sync", fail)
         with pytest.raises(OSError, match="Input/output error"):
             assistant_service.backup(db, tmp_path / "b")
     assert not list(tmp_path.glob("*b*"))

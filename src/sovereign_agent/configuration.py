@@ -356,10 +356,12 @@ def write_default(root: Path, ledger_url: str = "") -> None:
     temporary = root / f".{FILE_NAME}.{secrets.token_hex(8)}"
     try:
         temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
         with suppress(FileExistsError):
             os.link(temporary, root / FILE_NAME)  # whole or not at all, and never over another's
     finally:
         temporary.unlink(missing_ok=True)
+    sync(root)
 
 
 def resolve_reference(reference: str, root: Path) -> Any:
@@ -390,6 +392,20 @@ def held_open(path: Path | str, flags: int, inside: int | None = None) -> Genera
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def make_folder(path: Path, *, mode: int = 0o777) -> None:
+    """Make a folder and those above it, unless they are there; each that is made survives a power cut."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(mode=mode, parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk."""
+    with held_open(path, os.O_RDONLY) as descriptor:
+        os.fsync(descriptor)
 
 
 def replace_file(folder: int, name: str, content: bytes, *, mode: int = 0o600) -> None:

@@ -112,7 +112,7 @@ class Database:
             self._require_file(create=create and not self.read_only and not marked)
         migrations = migrate.core_migrations()
         try:
-            as_is = self._url or self.read_only
+            as_is = self._url or self.read_only or os.path.lexists(f"{self.path}-journal")  # only a writer rolls back
             with nullcontext(self.connection) if as_is else closing(self._open(read_only=True)) as look:
                 tables = look.tables()
                 interrupted = not tables

@@ -97,7 +97,7 @@ class Organization:
         """Make an organization's folder, settings and ledger; whatever is already there stays as it is."""
         folder = Path(root).resolve()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            configuration.make_folder(folder)
         except OSError as error:
             raise ConfigurationFault(
                 f"{folder} cannot be an organization's folder.", category="configuration", why=str(error.strerror)

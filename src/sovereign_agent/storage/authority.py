@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from sovereign_agent.configuration import replace_file
+from sovereign_agent.configuration import make_folder, replace_file
 from sovereign_agent.errors import AuthorityLost, ConstraintBroken, LedgerUnavailable, PolicyRefusal
 from sovereign_agent.storage.engine import Connection, Transaction
 
@@ -82,7 +82,7 @@ def read_marker(path: Path) -> str:
 
 def write_marker(path: Path, epoch: str) -> None:
     """Put `epoch` into the marker, durably and whole. Raises OSError; the old marker then still stands."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(path.parent, mode=0o700)
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         replace_file(folder, path.name, f"{epoch}\n".encode())

@@ -21,6 +21,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from sovereign_agent.clock import SystemClock, monotonic
+from sovereign_agent.configuration import make_folder
 from sovereign_agent.errors import LedgerFault, LedgerUnavailable, SchemaMismatch, SovereignError
 from sovereign_agent.storage import engine
 from sovereign_agent.storage.engine import Connection, Result, Value
@@ -204,6 +205,8 @@ def _unavailable_because(code: int, path: Path) -> str:
     primary = code & 0xFF
     if code == getattr(sqlite3, "SQLITE_READONLY_DBMOVED", 1032):
         return "the file was moved or replaced while it was open"
+    if code == sqlite3.SQLITE_READONLY_ROLLBACK:
+        return "its first start was interrupted, and `sovereign-agent init` finishes it"
     if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return (
             "this session only reads, or "
@@ -260,7 +263,7 @@ def exists(path: Path, *, create: bool) -> bool:
         if status_of(path) or not create:
             return status_of(path) is not None
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(path.parent, mode=0o700)
             path.touch(mode=0o600, exist_ok=False)
         except FileExistsError:
             pass  # another process was first

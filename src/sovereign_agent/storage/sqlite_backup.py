@@ -27,6 +27,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from sovereign_agent.clock import monotonic
+from sovereign_agent.configuration import sync
 from sovereign_agent.errors import IllegalMove, Refusal, SovereignError
 from sovereign_agent.storage.sqlite import status_of, translated, writer_of
 
@@ -76,7 +77,7 @@ def back_up(ledger: Path, destination: Path, *, replacing: bool = False) -> Imag
         with _opened(temporary, "mode=ro") as copy:
             _require_sound(copy, destination, digest)
             image = Image(destination, temporary.stat().st_size, _row_counts(copy), digest)
-        _sync(temporary)
+        sync(temporary)
         _give_name(temporary, destination, replacing=replacing)
     finally:
         remove(temporary)
@@ -96,7 +97,7 @@ def take_in(source: Path, ledger: Path, staging: Path) -> None:
             backup.backup(copy)
             _require_sound(copy, source, _seal_of(copy, source))
             copy.execute("DROP TABLE backup_seal")
-        _sync(staging.parent)
+        sync(staging.parent)
     except BaseException:
         remove(staging)
         raise
@@ -143,6 +144,12 @@ def content_digest(raw: sqlite3.Connection) -> str:
         if not statement.startswith(_SEAL):
             digest.update(statement.encode("utf-8", "surrogateescape") + b"\n")
     return digest.hexdigest()
+
+
+def content(ledger: Path) -> list[str]:
+    """Everything in a ledger, as statements: schema, rows and counters."""
+    with _opened(ledger) as raw:
+        return list(raw.iterdump())
 
 
 @contextmanager
@@ -241,16 +248,8 @@ def _give_name(temporary: Path, destination: Path, *, replacing: bool) -> None:
         except FileExistsError:
             raise _unwritten(destination, "backup_exists", "That name is taken.") from None
     try:
-        _sync(destination.parent)
+        sync(destination.parent)
     except OSError:
         if not replacing:
             destination.unlink()
         raise
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

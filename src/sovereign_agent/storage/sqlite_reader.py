@@ -22,6 +22,9 @@ from sovereign_agent.storage.sqlite import SQLiteConnection, status_of
 CLOCK_TICK = timedelta(milliseconds=20)
 """Longer than a file system's clock stands still: two changes that far apart have different times."""
 
+WAL_HEADER_BYTES = 32
+"""The size of a -wal that has no page yet. Cut off there, and beside a -shm, SQLite finds no way to read it."""
+
 _HALF_MADE = (sqlite3.SQLITE_READONLY_RECOVERY, sqlite3.SQLITE_READONLY_CANTINIT, sqlite3.SQLITE_READONLY_CANTLOCK)
 
 Look = tuple[tuple[int, int, int] | None, ...]
@@ -38,9 +41,9 @@ class SQLiteReader(SQLiteConnection):
         while True:
             self._quiet, mode = None, "mode=ro"
             ledger, wal, shm, journal = seen = look(self.path)
-            if shm:
+            if shm and (wal is None or wal[1] != WAL_HEADER_BYTES):
                 mode += "&readonly_shm=1"
-            elif ledger and not (wal and wal[1]) and not journal:
+            elif ledger and (wal is None or wal[1] <= WAL_HEADER_BYTES) and not journal:
                 mode += "&immutable=1"
                 self._quiet = seen
                 if timedelta(0) <= self._clock() - moment(ledger[2] // 1000) < CLOCK_TICK:

@@ -1,6 +1,8 @@
 """Testing: the kit for whoever builds on a ledger and wants to see it hold.
 
 invariants   every promise that a ledger makes, as the rows that would break it
+power_loss   the power goes at every point of a story, and what is left on the disk is opened
+recorder     what is written and synced below a folder, in its order
 torture      real processes, real signals, and then those promises
 workload     what the tortured processes do
 """
