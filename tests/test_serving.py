@@ -643,6 +643,14 @@ def test_a_transcript_that_ends_in_an_answer_is_finished_without_asking_again(sh
     assert (work.get_work(shop.connection, claim.id)["result"], model.asked) == ("Ten sold.", 0)
 
 
+def test_a_model_is_not_asked_under_a_claim_that_is_gone(shop: Database) -> None:
+    claim, model = claimed(shop), Seller()
+    work.release(shop, claim)
+    with pytest.raises(AuthorityLost):
+        conversation.converse(shop, claim, model, selling(claim))
+    assert (model.asked, said(shop, claim.id), status(shop, claim.id)) == (0, [], "READY")
+
+
 def test_a_tools_own_refusal_of_authority_ends_the_item_and_not_the_service(shop: Database) -> None:
     def forbidden(_: Piece) -> None:
         raise PermissionError("not for clerks")
@@ -671,6 +679,17 @@ def test_what_failed_is_kept_in_private_and_the_model_gets_a_code(shop: Database
         with pytest.raises(SovereignError):
             shop.connection.execute("UPDATE assistant_evidence SET detail = ''")
     assert status(shop, item) == "DONE"
+
+
+@pytest.mark.parametrize(("quotes", "told"), [(19_990, True), (30_000, False)])
+def test_a_result_is_bounded_so_that_the_ledger_takes_it_escaped_twice(
+    shop: Database, quotes: int, *, told: bool
+) -> None:
+    item = work.enqueue(shop, "mail:1", "lucy", "Look.")
+    tools = [ExecutableTool("sell", "Look.", Piece, lambda _: '"' * quotes)]
+    serve(shop, item, scripted(asks(1), "I looked."), lambda _: tools)
+    assert status(shop, item) == "DONE"
+    assert [answer["ok"] for _, answer in answers(said(shop, item))] == [told]
 
 
 # --- what a model is asked with ---------------------------------------------------------------------------

@@ -24,22 +24,13 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from sovereign_agent import assistant_work
+from sovereign_agent import assistant_work, tool_dispatch
 from sovereign_agent.agent_loop import Limits, LoopResult, LoopStatus, Message, Model, run_loop, tool_message
 from sovereign_agent.assistant_work import Claim
 from sovereign_agent.clock import monotonic
 from sovereign_agent.database import Connection, Database, Row
 from sovereign_agent.errors import Contention, IllegalMove, LedgerUnavailable, SovereignError
-from sovereign_agent.tool_dispatch import (
-    Answer,
-    Dispatcher,
-    ExecutableTool,
-    Fence,
-    Occasion,
-    ToolCall,
-    as_json,
-    excerpt,
-)
+from sovereign_agent.tool_dispatch import Answer, Dispatcher, ExecutableTool, Fence, Occasion, ToolCall
 
 LIMITS = Limits(model_calls=40, tool_calls=100, seconds=900, output_tokens=4_000, context_bytes=2**18)
 """The most that one life of an item may use, unless its service says otherwise."""
@@ -230,7 +221,14 @@ class _Record:
                 INSERT INTO assistant_evidence (work_id, generation, call_id, code, detail, created_at)
                 VALUES (?, ?, ?, ?, ?, ?)
                 """,
-                (self.claim.id, self.claim.generation, call_id, code, excerpt(detail, MOST_EVIDENCE_BYTES), at),
+                (
+                    self.claim.id,
+                    self.claim.generation,
+                    call_id,
+                    code,
+                    tool_dispatch.excerpt(detail, MOST_EVIDENCE_BYTES),
+                    at,
+                ),
             )
 
     def finish(self, status: str, result: str) -> None:
@@ -308,4 +306,4 @@ def evidence(connection: Connection, work_id: str, *, after: int = 0, limit: int
 
 
 def _size(said: object) -> int:
-    return len(as_json(said).encode())
+    return len(tool_dispatch.as_json(said).encode())
