@@ -42,7 +42,9 @@ from sovereign_agent.workspace import Workspace, collect_deliverables
 ACTOR = "operator"
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["psycopg", "pytest", "sovereign_agent.supervisor"])
+_processes.set_forkserver_preload(
+    ["psycopg", "pytest", "sovereign_agent.assistant_service", "sovereign_agent.supervisor"]
+)
 
 
 def eventually(condition: Callable[[], Any], *, within: float = 20.0, every: float = 0.01) -> Any:

@@ -30,12 +30,9 @@ from support import (
     in_a_session,
     killed_after_statement,
     killed_in_a_process,
-    rows,
 )
-from test_cli import Call, Ended, ended, spawned
-from test_llm_lab import KEY, Endpoint, reply
 
-from sovereign_agent import agent_loop, assistant_service, cli, conversation, heartbeat, journal, supervisor
+from sovereign_agent import agent_loop, assistant_service, conversation, heartbeat, journal, supervisor
 from sovereign_agent import assistant_work as work
 from sovereign_agent.agent_loop import Limits, Message, Turn
 from sovereign_agent.assistant_work import Claim
@@ -239,6 +236,8 @@ def test_a_service_killed_at_any_statement_repeats_no_write_and_leaves_no_call_u
 
 
 def service_of_one(location: Location, item: str) -> None:
+    """A service that writes nothing but work: its own row is for people to see."""
+    heartbeat.Presence.beat = heartbeat.Presence.leave = lambda *_, **__: None  # type: ignore[method-assign, assignment]
     in_a_session(location, serve, item, Seller(1))
 
 
@@ -643,6 +642,14 @@ def test_a_transcript_that_ends_in_an_answer_is_finished_without_asking_again(sh
     assert (work.get_work(shop.connection, claim.id)["result"], model.asked) == ("Ten sold.", 0)
 
 
+def test_a_model_is_not_asked_under_a_claim_that_is_gone(shop: Database) -> None:
+    claim, model = claimed(shop), Seller()
+    work.release(shop, claim)
+    with pytest.raises(AuthorityLost):
+        conversation.converse(shop, claim, model, selling(claim))
+    assert (model.asked, said(shop, claim.id), status(shop, claim.id)) == (0, [], "READY")
+
+
 def test_a_tools_own_refusal_of_authority_ends_the_item_and_not_the_service(shop: Database) -> None:
     def forbidden(_: Piece) -> None:
         raise PermissionError("not for clerks")
@@ -671,6 +678,17 @@ def test_what_failed_is_kept_in_private_and_the_model_gets_a_code(shop: Database
         with pytest.raises(SovereignError):
             shop.connection.execute("UPDATE assistant_evidence SET detail = ''")
     assert status(shop, item) == "DONE"
+
+
+@pytest.mark.parametrize(("quotes", "told"), [(19_990, True), (30_000, False)])
+def test_a_result_is_bounded_so_that_the_ledger_takes_it_escaped_twice(
+    shop: Database, quotes: int, *, told: bool
+) -> None:
+    item = work.enqueue(shop, "mail:1", "lucy", "Look.")
+    tools = [ExecutableTool("sell", "Look.", Piece, lambda _: '"' * quotes)]
+    serve(shop, item, scripted(asks(1), "I looked."), lambda _: tools)
+    assert status(shop, item) == "DONE"
+    assert [answer["ok"] for _, answer in answers(said(shop, item))] == [told]
 
 
 # --- what a model is asked with ---------------------------------------------------------------------------
@@ -839,154 +857,3 @@ def test_a_waiting_model_notices_that_its_service_is_to_stop_and_that_its_claim_
     with pytest.raises(AuthorityLost):
         watch.sleep(0)
     assert Watch().sleep(0.01) is None  # type: ignore[func-returns-value]
-
-
-# --- on the command line ----------------------------------------------------------------------------------
-
-TOOLS = """
-from pydantic import BaseModel, ConfigDict
-from sovereign_agent.tool_dispatch import ExecutableTool
-
-class Piece(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    piece: int
-
-def sell(arguments, now):
-    now.connection.execute("INSERT INTO sold (item, piece, token) VALUES ('shop', ?, ?)", (arguments.piece, now.token))
-
-def build(db):
-    return [ExecutableTool("sell", "Sell one piece.", Piece, sell, consequential=True, fenced=True)]
-"""
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run a verb in this process."""
-    return lambda *words: Ended(cli.main([str(word) for word in words]), *capsys.readouterr())
-
-
-@pytest.fixture
-def answering(location: Location, org: Organization) -> Callable[..., None]:
-    """Write [assistant] with tools into the organization's settings."""
-
-    def write(**settings: Any) -> None:
-        org.db.extend("sold", [SOLD])
-        name = f"tools_{location.root.parent.name}"
-        (location.root / f"{name}.py").write_text(TOOLS)
-        path = location.root / "sovereign.toml"
-        lines = [f"{key} = {json.dumps(value)}" for key, value in ({"tools": f"{name}:build"} | settings).items()]
-        path.write_text("\n".join([path.read_text(), "[assistant]", *lines]))
-
-    return write
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    """A recorded transcript that sells one piece."""
-    path = tmp_path / "script.json"
-    path.write_text(json.dumps([{"calls": asks(1)}, {"text": "One sold.\nThat was all."}]))
-    return path
-
-
-def test_asking_queues_serves_and_prints_the_answer(
-    location: Location, org: Organization, call: Call, answering: Callable[..., None], script: Path
-) -> None:
-    answering()
-    place = ["--root", location.root, "--script", script]
-    asked = call("assistant", "ask", "lucy", "Sell one.", *place)
-    assert (asked.code, asked.out) == (0, "One sold.\nThat was all.\n")
-    assert sold(org.db, "shop") == [1]
-    again = call("assistant", "ask", "lucy", "Sell one.", "--json", *place)
-    assert again.document["result"] == "One sold.\nThat was all."
-    assert sold(org.db, "shop") == [1, 1]
-
-
-def test_asking_ends_with_one_and_the_reason_when_no_answer_came_of_it(
-    location: Location, org: Organization, call: Call, script: Path
-) -> None:
-    script.write_text('[{"calls": [{"name": "sell", "arguments": {"piece": 1}}]}]')
-    asked = call("assistant", "ask", "lucy", "Sell one.", "--root", location.root, "--script", script)
-    assert asked.code == 1
-    assert "BLOCKED" in asked.out
-    assert "MODEL_FAILED script_ended" in asked.out
-    (item,) = org.db.connection.execute("SELECT id FROM assistant_work").rows[0]
-    shown = call("assistant", "evidence", item, "--root", location.root)
-    assert "tool_not_allowed" in shown.out
-    assert "script_ended" in shown.out
-
-
-REFUSED = [
-    ("model_missing", "", False),
-    ("key_missing", 'model = "gpt-5.1"\nkey_env = "NO_SUCH_KEY"', False),
-    ("tools_unusable", 'tools = "builtins:repr"', True),
-    ("tools_unusable", 'tools = "sovereign_agent.clock:moment"', True),
-    ("script_unreadable", "", True),
-]
-
-
-@pytest.mark.parametrize(("category", "settings", "played"), REFUSED)
-@pytest.mark.parametrize("verb", [["serve"], ["ask", "lucy", "Sell one."]])
-def test_a_service_without_what_it_needs_says_what_to_type_and_queues_nothing(
-    local: Path, call: Call, script: Path, *, category: str, settings: str, verb: list[str], played: bool
-) -> None:
-    path = local / "sovereign.toml"
-    path.write_text(f"{path.read_text()}\n[assistant]\n{settings}")
-    if category == "script_unreadable":
-        script.write_text('{"text": "no list"}')
-    refused = call("assistant", *verb, "--json", "--root", local, *(["--script", script] if played else []))
-    assert (refused.code, refused.error["category"]) == (2, category)
-    assert refused.error["next_command"]
-    with closing(Organization(local)) as org:
-        assert work.open_work(org.db.connection) == []
-
-
-@pytest.fixture
-def local(tmp_path: Path) -> Path:
-    """An organization with a ledger in a file."""
-    Organization.init(tmp_path / "org").close()
-    return tmp_path / "org"
-
-
-def test_a_service_on_the_command_line_answers_shows_itself_and_stops_with_zero(
-    location: Location, org: Organization, call: Call, answering: Callable[..., None], script: Path
-) -> None:
-    answering()
-    process = spawned("assistant", "serve", "--root", location.root, "--script", script)
-    try:
-        item = work.enqueue(org.db, "mail:1", "lucy", "Sell one.")
-        eventually(lambda: is_final(org.db, item))
-        assert "ALIVE assistant" in call("status", "--root", location.root).out
-        assert "assistant, process" in call("doctor", "--root", location.root).out
-        assert "assistant (ALIVE)" in call("authority", "show", "--root", location.root).out
-    finally:
-        process.terminate()
-        stopped = ended(process)
-    assert (stopped.code, stopped.out) == (0, "Stopped.\n")
-    assert f"{item}, generation 1: DONE" in stopped.err
-    assert sold(org.db, "shop") == [1]
-    assert "no supervisor and no assistant" in call("doctor", "--root", location.root).out
-
-
-def test_a_live_model_is_asked_with_the_key_that_no_record_holds(
-    location: Location, org: Organization, call: Call, answering: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    endpoint = Endpoint()
-    try:
-        monkeypatch.setenv("SHOP_KEY", KEY)
-        answering(model="local", base_url=endpoint.url, key_env="SHOP_KEY", system="You keep a shop.")
-        endpoint.answers[:] = [(401, KEY.encode()), reply(content="Good morning.")]
-        blocked = call("assistant", "ask", "lucy", "Good morning?", "--root", location.root)
-        asked = call("assistant", "ask", "lucy", "Good morning?", "--root", location.root)
-    finally:
-        endpoint.close()
-    assert (blocked.code, asked.code, asked.out) == (1, 0, "Good morning.\n")
-    assert endpoint.keys == [f"Bearer {KEY}"] * 2
-    assert endpoint.asked[1]["messages"] == [
-        {"role": "system", "content": "You keep a shop."},
-        {"role": "user", "content": "Good morning?"},
-        {"role": "assistant", "content": "(No answer was given: MODEL_FAILED unauthorized.)"},
-        {"role": "user", "content": "Good morning?"},
-    ]
-    assert [tool["function"]["name"] for tool in endpoint.asked[1]["tools"]] == ["sell"]
-    kept = [rows(org.db, table) for table in ("assistant_work", "assistant_transcript", "assistant_evidence", "events")]
-    assert KEY not in f"{kept}{blocked}{asked}"

@@ -209,10 +209,10 @@ def is_waiting(connection: Connection, role: str = SHOP, *, now: Now = None) -> 
     """Whether a claim may find something: a look that locks nothing, so that it may be taken often."""
     found = connection.execute(
         """
-        SELECT EXISTS (SELECT 1 FROM assistant_work WHERE role = ? AND status = 'READY' AND available_at = 0)
-               OR EXISTS (SELECT 1 FROM assistant_work WHERE status = 'RUNNING' AND expires_at <= ?)
-               OR EXISTS (SELECT 1 FROM assistant_work
-                           WHERE status = 'READY' AND available_at > 0 AND available_at <= ?)
+        SELECT EXISTS (SELECT 1 FROM assistant_work w WHERE w.role = ? AND w.status = 'READY' AND w.available_at = 0)
+               OR EXISTS (SELECT 1 FROM assistant_work l WHERE l.status = 'RUNNING' AND l.expires_at <= ?)
+               OR EXISTS (SELECT 1 FROM assistant_work d
+                           WHERE d.status = 'READY' AND d.available_at > 0 AND d.available_at <= ?)
         """,
         (role, *[_at(connection, now)] * 2),
     )

@@ -11,8 +11,9 @@ with it. No call of an earlier turn is told: none can be parted from its answer,
 which its operation is named, is the same in each life.
 
 What is written is written under the claim. A reply stands before its calls run; a fenced tool's write and its answer
-are one commit, and so are the last reply and the end of the item. Whatever interrupts the work, a kill, a busy ledger
-or a commit whose end is not known, has one way on: whoever claims the item next goes on from the transcript.
+are one commit, and so are the last reply and the end of the item; what another tool does outside is known as an effect
+before it is done. Whatever interrupts the work, a kill, a busy ledger or a commit whose end is not known, has one way
+on: whoever claims the item next goes on from the transcript.
 """
 
 from __future__ import annotations
@@ -24,22 +25,13 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from sovereign_agent import assistant_work
+from sovereign_agent import assistant_work, effects, tool_dispatch
 from sovereign_agent.agent_loop import Limits, LoopResult, LoopStatus, Message, Model, run_loop, tool_message
 from sovereign_agent.assistant_work import Claim
-from sovereign_agent.clock import monotonic
+from sovereign_agent.clock import micros, monotonic
 from sovereign_agent.database import Connection, Database, Row
 from sovereign_agent.errors import Contention, IllegalMove, LedgerUnavailable, SovereignError
-from sovereign_agent.tool_dispatch import (
-    Answer,
-    Dispatcher,
-    ExecutableTool,
-    Fence,
-    Occasion,
-    ToolCall,
-    as_json,
-    excerpt,
-)
+from sovereign_agent.tool_dispatch import Answer, Dispatcher, ExecutableTool, Fence, Occasion, ToolCall
 
 LIMITS = Limits(model_calls=40, tool_calls=100, seconds=900, output_tokens=4_000, context_bytes=2**18)
 """The most that one life of an item may use, unless its service says otherwise."""
@@ -188,32 +180,53 @@ class _Record:
         self.claim = claim
         self.last: Message | None = None
         self._answered: dict[str, Message] = {}
+        self._acting: dict[str, str] = {}  # the operations that were let out, by the ids of their calls
 
     def check(self, connection: Connection, _call: ToolCall | None = None) -> int:
         """The fence of this claim; its token is the generation."""
         assistant_work.assert_current(connection, self.claim)
         return self.claim.generation
 
-    def answered(self, connection: Connection, call: ToolCall, _now: Occasion, answer: Answer | None) -> None:
-        """Write a fenced tool's answer, in the transaction of its write."""
+    def answered(self, connection: Connection, call: ToolCall, now: Occasion, answer: Answer | None) -> None:
+        """Write a fenced tool's answer, in the transaction of its write; of another one, that it is about to act."""
         if answer:
             message = tool_message(call.id, answer)
             assistant_work.observe_work(connection, self.claim, message)
             self._answered[call.id] = message
+            return
+        effects.intend(
+            connection,
+            now.operation_id,
+            work_id=self.claim.id,
+            generation=self.claim.generation,
+            epoch=self.claim.epoch,
+            tool=call.name,
+            arguments=tool_dispatch.argument_text(call.arguments),
+            at=micros(connection.now()),
+        )
+        self._acting[call.id] = now.operation_id
 
     def observe(self, message: Message) -> None:
         """Write a message, unless it was written with its tool's write, or is the last, which the end is written with.
 
-        Raises Contention (``commit_unknown``) when an answer was written, and then it was not known whether for good.
+        Raises Contention (``commit_unknown``) when it is not known whether what a tool writes stands.
         """
         if message["role"] == "assistant" and not message.get("tool_calls"):
             self.last = message
             return
-        written = self._answered.pop(message.get("tool_call_id", ""), None)
-        if written is None:
-            assistant_work.observe(self.db, self.claim, message)
-        elif written != message:
-            raise Contention("It is not known whether a tool's write was committed.", category="commit_unknown")
+        call_id = message.get("tool_call_id", "")
+        if written := self._answered.pop(call_id, None):
+            if written != message:
+                raise _commit_unknown()
+            return
+        with self.db.transaction() as connection:
+            assistant_work.observe_work(connection, self.claim, message)
+            if operation := self._acting.pop(call_id, ""):
+                told = json.loads(message["content"])
+                outcome = "done" if told["ok"] else told["effect"]
+                if outcome == "none":  # its handler never ran: it was cut off from the commit that lets it out
+                    raise _commit_unknown()
+                effects.settle(connection, operation, outcome, at=micros(connection.now()))
 
     def explain(self, call: ToolCall, answer: Answer) -> None:
         """Keep what the model is not told."""
@@ -230,7 +243,14 @@ class _Record:
                 INSERT INTO assistant_evidence (work_id, generation, call_id, code, detail, created_at)
                 VALUES (?, ?, ?, ?, ?, ?)
                 """,
-                (self.claim.id, self.claim.generation, call_id, code, excerpt(detail, MOST_EVIDENCE_BYTES), at),
+                (
+                    self.claim.id,
+                    self.claim.generation,
+                    call_id,
+                    code,
+                    tool_dispatch.excerpt(detail, MOST_EVIDENCE_BYTES),
+                    at,
+                ),
             )
 
     def finish(self, status: str, result: str) -> None:
@@ -239,6 +259,10 @@ class _Record:
             if self.last:
                 assistant_work.observe_work(connection, self.claim, self.last)
             assistant_work.finish_work(connection, self.claim, status, result)
+
+
+def _commit_unknown() -> Contention:
+    return Contention("It is not known whether a tool's write was committed.", category="commit_unknown")
 
 
 # --- what a model is asked with ---------------------------------------------------------------------------
@@ -308,4 +332,4 @@ def evidence(connection: Connection, work_id: str, *, after: int = 0, limit: int
 
 
 def _size(said: object) -> int:
-    return len(as_json(said).encode())
+    return len(tool_dispatch.as_json(said).encode())
