@@ -1,4 +1,4 @@
-"""Hold the package to its budget: 46 modules, 7,500 code lines and 30 root exports, and no file over 400 code lines.
+"""Hold the package to its budget: 48 modules, 8,000 code lines and 30 root exports, and no file over 400 code lines.
 
 A code line carries at least one token that is neither a comment nor part of a docstring, and is not blank, so
 explaining more never costs budget. A file without such a line is no module: there is nothing in it to understand. The
@@ -14,8 +14,8 @@ import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 
-MAX_MODULES = 46
-MAX_CODE_LINES = 7_500
+MAX_MODULES = 48
+MAX_CODE_LINES = 8_000
 MAX_ROOT_EXPORTS = 30
 MAX_FILE_CODE_LINES = 400
 WINGS = ("commands", "console", "testing")
