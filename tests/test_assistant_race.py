@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import Location
-from support import answer, at_one_barrier, child, heard, holding, in_a_session, killed_after_statement
+from support import answer, at_one_barrier, child, heard, holding, hook_after, in_a_session, killed_after_statement
 from test_assistant_work import FINDING, NOW, OWNER, TTL, claimed, control, events, held, queued, row, state
 from test_concurrency import with_a_rival
 
@@ -240,16 +240,21 @@ def test_hazard_42_a_worker_killed_inside_a_move_has_made_all_of_it_or_nothing(
 # --- what must be locked so that a decision still holds when it is written --------------------------------
 
 
-def test_a_pause_cannot_come_between_the_check_of_a_claim_and_its_write(db: Database, location: Location) -> None:
-    claim = held(db)
+def observe_before(
+    db: Database, location: Location, claim: Claim, *, after: str, rival: Callable[[Database], Any]
+) -> None:
+    """Write a finding under a claim, while a rival waits from that statement on for what the claim rests on."""
     written, _ = with_a_rival(
-        db,
-        location,
-        lambda session: work.observe(session, claim, FINDING, now=NOW),
-        after="FROM assistant_control",
-        rival=lambda session: control(session, "paused = 1"),
+        db, location, lambda session: work.observe(session, claim, FINDING, now=NOW), after=after, rival=rival
     )
     assert written
+
+
+def test_a_pause_cannot_come_between_the_check_of_a_claim_and_its_write(db: Database, location: Location) -> None:
+    claim = held(db)
+    observe_before(
+        db, location, claim, after="FROM assistant_control", rival=lambda session: control(session, "paused = 1")
+    )
     assert answer(work.observe, db, claim, FINDING, now=NOW) == "paused"
 
 
@@ -257,14 +262,9 @@ def test_a_cancellation_cannot_come_between_the_check_of_a_claim_and_its_write(
     db: Database, location: Location
 ) -> None:
     claim = held(db)
-    written, _ = with_a_rival(
-        db,
-        location,
-        lambda session: work.observe(session, claim, FINDING, now=NOW),
-        after="SELECT expires_at",
-        rival=lambda session: work.cancel(session, claim.id, now=NOW),
+    observe_before(
+        db, location, claim, after="SELECT expires_at", rival=lambda session: work.cancel(session, claim.id, now=NOW)
     )
-    assert written
     assert state(db, claim.id) == ("CANCELED", 1, None)
 
 
@@ -274,15 +274,38 @@ def test_a_parents_cancellation_cannot_come_between_the_check_of_a_child_and_its
     parent = held(db)
     work.delegate(db, parent, "Look", deadline=NOW + 60, budget=1, now=NOW)
     young = claimed(db, role="research")
-    written, _ = with_a_rival(
+    observe_before(
         db,
         location,
-        lambda session: work.observe(session, young, FINDING, now=NOW),
+        young,
         after="JOIN assistant_work parent",
         rival=lambda session: work.cancel(session, parent.id, now=NOW),
     )
-    assert written
-    assert answer(work.observe, db, young, FINDING, now=NOW) == "delegation_ended"
+    assert answer(work.observe, db, young, FINDING, now=NOW) == "claim_lost"
+
+
+@pytest.mark.parametrize("engine", ["postgresql"])  # SQLite has one writer at a time
+def test_a_child_claimed_while_its_parent_is_finished_ends_with_it(db: Database, location: Location) -> None:
+    parent = held(db)
+    child = work.delegate(db, parent, "Look", deadline=NOW + 60, budget=1, now=NOW)
+    taken: list[Claim] = []
+    claims = lambda: taken.append(in_a_session(location, claimed, role="research"))  # noqa: E731
+    with hook_after(db.connection, "AS delegated", claims):
+        work.finish(db, parent, "DONE", now=NOW)
+    assert [claim.id for claim in taken] == [child]
+    assert state(db, child) == ("CANCELED", 1, None)
+    assert answer(work.observe, db, taken[0], FINDING, now=NOW) == "claim_lost"
+
+
+@pytest.mark.parametrize("engine", ["postgresql"])
+def test_a_child_whose_parent_is_just_being_finished_is_nobodys_to_claim(db: Database, location: Location) -> None:
+    parent = held(db)
+    work.delegate(db, parent, "Look", deadline=NOW + 60, budget=1, now=NOW)
+    taken: list[Claim | None] = []
+    claims = lambda: taken.append(in_a_session(location, work.claim, OWNER, role="research", now=NOW))  # noqa: E731
+    with hook_after(db.connection, "'PARKED') ORDER BY", claims):
+        work.finish(db, parent, "DONE", now=NOW)
+    assert taken == [None]
 
 
 def test_a_pause_cannot_come_between_the_admission_of_a_claim_and_the_claim(db: Database, location: Location) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from support import answer
 
+from sovereign_agent import assistant_service, journal
 from sovereign_agent import assistant_work as work
-from sovereign_agent import journal
 from sovereign_agent.assistant_work import Claim
 from sovereign_agent.database import Database
 from sovereign_agent.errors import AuthorityLost, ConstraintBroken, IllegalMove, LedgerFault, PolicyRefusal, Refusal
@@ -581,16 +581,73 @@ def test_hazard_91_a_childs_authority_ends_when_its_parent_is_canceled(db: Datab
     before = facts(db)
     with pytest.raises(AuthorityLost) as refused:
         WRITES[write](db, child, NOW)
-    assert (str(refused.value), refused.value.category) == (SUPERSEDED, "delegation_ended")
+    assert (str(refused.value), refused.value.category) == (SUPERSEDED, "claim_lost")
     assert facts(db) == before
     assert answer(WRITES[write], db, brother, NOW) == "done"
 
 
-def test_a_child_goes_on_when_its_parent_is_done(db: Database) -> None:
+def test_a_child_of_a_canceled_parent_is_refused_even_where_its_own_row_says_otherwise(db: Database) -> None:
     parent = held(db)
     child = child_of(db, parent)
-    work.finish(db, parent, "DONE", now=NOW)
     assert answer(work.observe, db, child, FINDING, now=NOW) == "done"
+    db.connection.execute(
+        "UPDATE assistant_work SET status = 'CANCELED', owner = NULL, epoch = NULL, expires_at = NULL, finished_at = 1"
+        " WHERE id = ?",
+        (parent.id,),
+    )
+    assert state(db, child.id) == ("RUNNING", 1, "researcher")
+    before = facts(db)
+    with pytest.raises(AuthorityLost) as refused:
+        work.observe(db, child, FINDING, now=NOW)
+    assert (str(refused.value), refused.value.category) == (SUPERSEDED, "delegation_ended")
+    assert facts(db) == before
+
+
+ENDS: dict[str, Callable[[Database, Claim], Any]] = {
+    "done": lambda db, parent: work.finish(db, parent, "DONE", now=NOW),
+    "blocked": lambda db, parent: work.finish(db, parent, "BLOCKED", now=NOW),
+    "canceled by its worker": lambda db, parent: work.finish(db, parent, "CANCELED", now=NOW),
+    "done, and on to the next": lambda db, parent: work.finish_and_claim(db, parent, "DONE", now=NOW),
+    "out of retries": lambda db, parent: work.retry(db, parent, "it failed", now=NOW),
+    "canceled over its head": lambda db, parent: work.cancel(db, parent.id, now=NOW),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_hazard_91_with_its_parent_each_child_that_is_not_finished_ends_and_no_other(db: Database, end: str) -> None:
+    parent, other = held(db), held(db, origin="mail:2", session="bob")
+    done, running, anothers = child_of(db, parent), child_of(db, parent), child_of(db, other)
+    work.finish(db, done, "DONE", "41 cents", now=NOW)
+    ready = work.delegate(db, parent, "Look", deadline=NOW + 60, budget=1, now=NOW)
+    ENDS[end](db, parent)
+    assert state(db, running.id) == ("CANCELED", 1, None)
+    assert state(db, ready) == ("CANCELED", 0, None)
+    assert row(db, ready)["result"] == work.DELEGATION_OVER
+    assert (state(db, done.id), row(db, done.id)["result"]) == (("DONE", 1, None), "41 cents")
+    assert events(db, running.id) == ["work.delegated", "work.claimed", "work.canceled"]
+    assert answer(work.observe, db, running, FINDING, now=NOW) == "claim_lost"
+    assert answer(work.observe, db, anothers, FINDING, now=NOW) == "done"
+    assert work.claim(db, "researcher", role="research", now=NOW) is None
+
+
+NO_ENDS: dict[str, Callable[[Database, Claim], Any]] = {
+    "released": lambda db, parent: work.release(db, parent, now=NOW),
+    "retried": lambda db, parent: work.retry(db, parent, "it failed", now=NOW),
+    "lost": lambda db, _: claimed(db, "worker-2", now=NOW + TTL),
+}
+
+
+@pytest.mark.parametrize("event", NO_ENDS)
+def test_a_parent_whose_worker_is_gone_is_not_over_and_its_next_one_finds_the_child_at_work(
+    db: Database, event: str
+) -> None:
+    parent = held(db, retries=1)
+    child = child_of(db, parent, deadline=NOW + 600, origin="call:1")
+    NO_ENDS[event](db, parent)
+    assert answer(work.observe, db, child, FINDING, now=NOW + TTL) == "done"
+    following = work.claim(db, OWNER, now=NOW + TTL) or replace(parent, generation=2, owner="worker-2")
+    ask = {"deadline": NOW + 600, "budget": 5, "origin": "call:1", "now": NOW + TTL}
+    assert work.delegate(db, following, "Look up the price of vanilla", **ask) == child.id
 
 
 @pytest.mark.parametrize("over", ["parent canceled", "deadline"])
@@ -626,6 +683,23 @@ def test_a_delegation_has_a_future_a_budget_and_no_grandchildren(db: Database) -
         work.delegate(db, child, "Look", deadline=NOW + 60, budget=1, now=NOW)
 
 
+# --- looking ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_open_is_counted_by_kind_and_no_further_than_asked(db: Database) -> None:
+    running, done = held(db, origin="1", session="1"), held(db, origin="2", session="2")
+    work.finish(db, done, "DONE", now=NOW)
+    for n in range(3, 6):
+        queued(db, str(n), str(n))
+    queued(db, "6", "6", available_after=60)
+    db.connection.execute("UPDATE assistant_work SET status = 'PARKED' WHERE origin = '3'")
+    counts = {"running": 1, "ready": 2, "delayed": 1, "parked": 1}
+    assert work.count_open(db.connection) == assistant_service.health(db).work == counts
+    assert work.count_open(db.connection, limit=1) == dict.fromkeys(counts, 1)
+    work.cancel(db, running.id, now=NOW)
+    assert work.count_open(db.connection)["running"] == 0
+
+
 # --- the transcript ---------------------------------------------------------------------------------------
 
 
@@ -657,16 +731,18 @@ for _ in range(5_000):
         ({"x": "half \udc00"}, "invalid_text"),
         ({"x": "y" * work.MAX_TEXT_CHARACTERS}, "out_of_bounds"),
         (DEEP, "invalid_value"),
+        *[(other, "invalid_value") for other in (None, [FINDING], "a finding", 1, True, ())],
     ],
     ids=lambda value: str(value)[:20] if isinstance(value, str) else None,
 )
-def test_a_message_that_one_engine_could_not_hold_is_refused_on_both(
-    db: Database, message: dict[str, Any], category: str
+def test_a_message_that_is_no_object_or_that_one_engine_could_not_hold_is_refused_on_both(
+    db: Database, message: Any, category: str
 ) -> None:
     claim = held(db)
     before = facts(db)
     assert answer(work.observe, db, claim, message, now=NOW) == category
     assert facts(db) == before
+    assert answer(work.observe, db, claim, {}, now=NOW) == "done"
 
 
 @pytest.mark.parametrize("table", ["assistant_transcript", "assistant_delegations"])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import socket
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import chdir, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,15 +22,16 @@ from support import (
     hook_after,
     in_a_fresh_process,
     killed_after_statement,
+    killed_in_a_process,
     new_assignment,
     renew_attempt,
     rows,
     run_of,
 )
 
-from sovereign_agent import assistant_service, fencing, journal, relay, supervisor
+from sovereign_agent import assistant_service, configuration, fencing, journal, relay, supervisor
 from sovereign_agent.clock import ManualClock, micros
-from sovereign_agent.database import Database, authority, read_marker
+from sovereign_agent.database import LEDGER_NAME, Database, authority, read_marker
 from sovereign_agent.errors import AuthorityLost, LedgerUnavailable, SovereignError
 from sovereign_agent.organization import Organization
 from sovereign_agent.storage import migrate
@@ -85,25 +90,56 @@ def test_hazard_71_of_eight_first_starts_at_one_barrier_all_get_the_same_epoch(m
     db.close()
 
 
-def _forget_the_epoch(location: Any) -> Path:
+def _forget_the_epoch(location: Any) -> Database:
     """A migrated ledger as it is before its first epoch."""
     db = location.open()
     db.connection.execute("DELETE FROM assistant_control")
     db.authority.unlink()
     db.close()
-    return Path(db.authority)
+    return location.open(authority_required=False)
 
 
 def test_hazard_76_a_first_start_killed_at_any_statement_is_finished_by_the_next(location: Any) -> None:
-    marker, left, number = _forget_the_epoch(location), set[bool](), 1
+    left, number, db = set[tuple[bool, bool, bool]](), 1, _forget_the_epoch(location)
+    beginning = db.authority.with_suffix(authority.BEGINNING)
     while killed_after_statement(number, _first_start, 0, location):
-        left.add(marker.exists())
-        before = marker.read_text() if marker.exists() else ""
+        begun = authority.find_control(db.connection)
+        left.add((beginning.exists(), begun is not None, db.authority.exists()))
         assert answer(_first_start, 0, location) == "done"
-        assert marker.read_text().startswith(before)
-        _forget_the_epoch(location)
+        assert begun in (None, authority.control(db.connection))
+        assert (read_marker(db.authority), beginning.exists()) == (epoch_of(db), False)
+        db.close()
+        db = _forget_the_epoch(location)
         number += 1
-    assert left == {False, True}, "no kill fell between the marker and the row"
+    db.close()
+    assert left == {(False, False, False), (True, False, False), (True, True, False), (False, True, True)}
+
+
+@pytest.mark.parametrize("age", ["new", "used"])
+def test_hazard_94_a_ledger_whose_control_row_is_gone_begins_no_epoch_unasked(
+    db: Database, location: Any, clock: ManualClock, age: str
+) -> None:
+    lost = run_of(db, clock) if age == "used" else None
+    before, marker = epoch_of(db), db.authority.read_text()
+    db.connection.execute("DELETE FROM assistant_control")
+    for _ in range(2):
+        with pytest.raises(SovereignError) as error:
+            location.open()
+        assert (error.value.category, error.value.next_command) == ("control_missing", authority.NEW_EPOCH)
+        assert (rows(db, "assistant_control"), db.authority.read_text()) == ([], marker)
+    assert assistant_service.new_epoch(db, "principal", "the row was deleted") != before
+    location.open().close()
+    assert lost is None or answer(finish, db, lost, clock) == "actor_lease_lost"
+
+
+def test_a_beginning_that_another_epoch_has_overtaken_is_forgotten_and_never_becomes_the_marker(
+    db: Database, location: Any
+) -> None:
+    beginning = db.authority.with_suffix(authority.BEGINNING)
+    beginning.write_text(f"{EPOCH}\n")
+    db.authority.unlink()
+    assert refused(location).category == "marker_missing"
+    assert (beginning.exists(), db.authority.exists()) == (False, False)
 
 
 def test_a_ledger_from_before_the_epoch_gets_one_when_it_is_migrated(
@@ -142,23 +178,44 @@ def _link(marker: Path) -> None:
     marker.symlink_to(marker.with_suffix(".elsewhere"))
 
 
-TROUBLES: dict[str, Callable[[Path], Any]] = {
-    "marker_missing": lambda marker: marker.unlink(),
-    "marker_empty": lambda marker: marker.write_text(""),
-    "marker_torn": lambda marker: marker.write_text(marker.read_text()[:20]),
-    "marker_foreign": lambda marker: marker.write_text("something else\n"),
-    "marker_not_a_file": _folder,
-    "marker_link": _link,
-    "epoch_replaced": lambda marker: marker.write_text(f"{EPOCH}\n"),
+def _pipe(marker: Path) -> None:
+    """A pipe that has a whole epoch to say, the right one."""
+    epoch = marker.read_bytes()
+    marker.unlink()
+    os.mkfifo(marker, 0o600)
+    said = os.open(marker, os.O_RDWR | os.O_NONBLOCK)  # stays open, so that it can be heard
+    os.write(said, epoch)
+
+
+def _socket(marker: Path) -> None:
+    marker.unlink()
+    with socket.socket(socket.AF_UNIX) as listening:
+        place = marker.with_name("s")  # its whole name may not be long
+        with chdir(marker.parent):
+            listening.bind(place.name)
+        place.rename(marker)
+
+
+TROUBLES: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "missing": ("marker_missing", lambda marker: marker.unlink()),
+    "empty": ("marker_empty", lambda marker: marker.write_text("")),
+    "torn": ("marker_torn", lambda marker: marker.write_text(marker.read_text()[:20])),
+    "foreign": ("marker_foreign", lambda marker: marker.write_text("something else\n")),
+    "a folder": ("marker_not_a_file", _folder),
+    "a pipe": ("marker_not_a_file", _pipe),
+    "a socket": ("marker_not_a_file", _socket),
+    "a link": ("marker_link", _link),
+    "of another epoch": ("epoch_replaced", lambda marker: marker.write_text(f"{EPOCH}\n")),
 }
 
 
-@pytest.mark.parametrize("category", TROUBLES)
+@pytest.mark.parametrize("trouble", TROUBLES)
 def test_hazard_94_whatever_is_wrong_with_the_marker_closes_the_ledger_to_all_but_readers(
-    db: Database, location: Any, category: str
+    db: Database, location: Any, trouble: str
 ) -> None:
+    category, make = TROUBLES[trouble]
     message = relay.send(db, "a", "b", "s", "")
-    TROUBLES[category](db.authority)
+    make(db.authority)
     error = refused(location)
     assert error.category == category
     assert "authority new-epoch" in error.next_command
@@ -174,6 +231,48 @@ def test_hazard_94_whatever_is_wrong_with_the_marker_closes_the_ledger_to_all_bu
     db.authority.write_text(f"{epoch_of(db)}\n")
     location.open().close()
     assert answer(relay.claim, db, message.id, "b") == "done"
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_a_new_epoch_takes_the_place_of_whatever_is_there_and_of_a_folder_only_when_it_is_moved_away(
+    db: Database, location: Any, trouble: str
+) -> None:
+    TROUBLES[trouble][1](db.authority)
+    if db.authority.is_dir():
+        before = [epoch_of(db), *journal.latest_events(db.connection)]
+        with pytest.raises(LedgerUnavailable) as error:
+            assistant_service.new_epoch(db, "me", "why")
+        assert error.value.category == "marker_unwritten"
+        assert f"move {db.authority} away" in error.value.next_command
+        assert [epoch_of(db), *journal.latest_events(db.connection)] == before
+        db.authority.rmdir()
+    epoch = assistant_service.new_epoch(db, "me", "why")
+    assert epoch == epoch_of(db) == read_marker(db.authority)
+    assert db.authority.is_file()
+    assert not db.authority.is_symlink()
+    location.open().close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
+def test_a_marker_that_is_a_device_is_none(tmp_path: Path) -> None:
+    os.mknod(tmp_path / "x.authority", stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
+    assert answer(read_marker, tmp_path / "x.authority") == "marker_not_a_file"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root, to write over somebody else's ledger")
+def test_a_marker_that_root_writes_belongs_to_whom_its_folder_belongs_to(db: Database) -> None:
+    os.chown(db.authority.parent, 65534, 65533)
+    assistant_service.new_epoch(db, "me", "why")
+    status = db.authority.stat()
+    assert (status.st_uid, status.st_gid, status.st_mode & 0o777) == (65534, 65533, 0o600)
+
+
+@pytest.mark.parametrize("where", ["/proc", "/sys"])
+def test_a_marker_that_cannot_be_written_is_refused_with_the_systems_own_word(where: str) -> None:
+    with pytest.raises(LedgerUnavailable) as error:
+        authority.write_marker(Path(where, "x.authority"), EPOCH)
+    assert error.value.category == "marker_unwritten"
+    assert error.value.next_command == "mend that, then repeat the command"
 
 
 def test_a_marker_that_cannot_be_read_is_refused_with_the_systems_own_word(tmp_path: Path) -> None:
@@ -237,10 +336,11 @@ def test_pause_and_resume_and_a_new_epoch_need_an_actor_and_a_reason(db: Databas
     assert answer(assistant_service.pause, db, "me", "why") == "done"
 
 
-@pytest.mark.parametrize("category", TROUBLES)
-def test_nothing_resumes_while_ledger_and_marker_do_not_agree(db: Database, category: str) -> None:
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_nothing_resumes_while_ledger_and_marker_do_not_agree(db: Database, trouble: str) -> None:
+    category, make = TROUBLES[trouble]
     assistant_service.pause(db, "me", "why")
-    TROUBLES[category](db.authority)
+    make(db.authority)
     assert answer(assistant_service.resume, db, "me", "why") == category
     assert authority.control(db.connection).paused
 
@@ -312,6 +412,103 @@ def test_the_first_tick_of_a_new_epoch_writes_down_what_became_of_the_runs(org: 
     assert [receipt.failure_category for receipt in receipts] == ["worker_lost"]
 
 
+def _organization_with_its_marker_outside(location: Any, outside: Path) -> Organization:
+    """One whose settings stood there before it was made; `outside` is on the disk that does not go back."""
+    configuration.write_default(location.root, location.ledger if location.engine == "postgresql" else "")
+    settings = location.root / configuration.FILE_NAME
+    settings.write_text(settings.read_text().replace("[authority]\n", f'[authority]\nmarker = "{outside}"\n'))
+    return Organization.init(location.root)
+
+
+def test_the_marker_lies_where_the_settings_say_and_nowhere_else(location: Any, tmp_path: Path) -> None:
+    org = _organization_with_its_marker_outside(location, tmp_path / "outside" / "shop.authority")
+    assert read_marker(tmp_path / "outside" / "shop.authority") == epoch_of(org.db)
+    assert not (location.root / LEDGER_NAME).with_suffix(".authority").exists()
+    epoch = assistant_service.new_epoch(org.db, "principal", "why")
+    assert read_marker(tmp_path / "outside" / "shop.authority") == epoch
+    org.close()
+    Organization(location.root).close()
+    (tmp_path / "outside" / "shop.authority").unlink()
+    assert answer(Organization, location.root) == "marker_missing"
+
+
+@pytest.mark.parametrize("engine", ["sqlite"])  # a server's disk is copied by its own tools
+@pytest.mark.parametrize("seen_at", ["close", "tick", "next start"])
+def test_hazard_96_with_its_marker_on_another_disk_a_ledger_that_went_back_is_refused(
+    location: Any, tmp_path: Path, seen_at: str
+) -> None:
+    outside, copy = tmp_path / "outside" / "shop.authority", tmp_path / "copy"
+    org = _organization_with_its_marker_outside(location, outside)
+    lost = run_of(org.db, ManualClock(org.db.now()))
+    org.close()
+    shutil.copytree(location.root, copy)
+    assert killed_in_a_process(_run_on, location.root, seen_at) == (seen_at != "close")
+    if seen_at == "next start":
+        assert killed_in_a_process(_start_and_die, location.root)
+    shutil.rmtree(location.root)
+    shutil.copytree(copy, location.root)
+    for _ in range(2):
+        with pytest.raises(LedgerUnavailable) as error:
+            Organization(location.root)
+        assert (error.value.category, error.value.next_command) == ("ledger_rolled_back", authority.NEW_EPOCH)
+    looking = Database(location.ledger, marker=outside, authority_required=False)
+    assert assistant_service.health(looking).marker == "ledger_rolled_back"
+    assert answer(assistant_service.resume, looking, "me", "why") == "ledger_rolled_back"
+    assistant_service.new_epoch(looking, "principal", "the disk was put back")
+    looking.close()
+    org = Organization(location.root)
+    assert answer(finish, org.db, lost, ManualClock(org.db.now())) == "actor_lease_lost"
+    org.close()
+    Organization(location.root).close()
+
+
+def _start_and_die(root: Path) -> None:
+    _org = Organization(root)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _run_on(root: Path, seen_at: str) -> None:
+    """For a process of its own: something happens, and the process ends well, or is killed."""
+    org = Organization(root)
+    org.create_outcome("More tea", "There is tea.", [], "principal-human")
+    if seen_at == "close":
+        org.close()
+        return
+    if seen_at == "tick":
+        supervisor.tick(org)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_ledger_that_only_went_on_or_was_restored_opens_with_its_marker_on_another_disk(
+    location: Any, tmp_path: Path
+) -> None:
+    org = _organization_with_its_marker_outside(location, tmp_path / "outside" / "shop.authority")
+    if location.engine == "sqlite":
+        assistant_service.backup(org.db, tmp_path / "b")
+    for title in ("More tea", "More rum", "More sugar"):  # more events than the restore and its own will have
+        org.create_outcome(title, "It is there.", [], "principal-human")
+    org.close()
+    org = Organization(location.root)
+    if location.engine == "sqlite":
+        assistant_service.restore(org.db, tmp_path / "b")
+        assert org.status_text() == "No open outcome."
+    with suppress(LedgerUnavailable), org.db.immediate() as connection:
+        journal.record(connection, "k", "s", actor="a", at=org.db.now(), detail={})
+        org.close()  # what is not committed was not seen
+    assert answer(Organization, location.root) == "done"
+
+
+@pytest.mark.parametrize("content", ["x", "epoch_x many", "a b c"])
+def test_what_was_seen_and_cannot_be_read_closes_the_ledger(location: Any, tmp_path: Path, content: str) -> None:
+    _organization_with_its_marker_outside(location, tmp_path / "shop.authority").close()
+    seen = tmp_path / "shop.seen"
+    good = seen.read_text()
+    seen.write_text(content if content != "epoch_x many" else good.split()[0] + " many")
+    assert answer(Organization, location.root) == "marker_unreadable"
+    seen.write_text(good)
+    Organization(location.root).close()
+
+
 @pytest.mark.parametrize("engine", ["sqlite"])  # a server's disk is copied by its own tools
 def test_hazard_96_a_whole_disk_that_came_back_opens_unnoticed_and_a_new_epoch_revokes_it(
     location: Any, clock: ManualClock
@@ -342,6 +539,51 @@ def test_hazard_91_no_clock_that_is_set_back_renews_an_attempt_beyond_its_revoca
         renew_attempt(db, attempt, clock)
     clock.set(revoked_at)
     assert [one.id for one in fencing.expired_execution_attempts(db, clock)] == [attempt.id]
+
+
+@pytest.mark.parametrize("engine", ["postgresql"])
+def test_an_adoption_that_meets_a_new_epoch_leaves_ledger_and_marker_of_one_epoch(db: Database, location: Any) -> None:
+    told: list[str] = []
+    write = authority.write_marker
+    another = location.open(patience=timedelta(seconds=0.2), authority_required=False)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def meet(path: Path, epoch: str) -> None:
+            patch.setattr(authority, "write_marker", write)
+            told.extend(
+                [answer(assistant_service.new_epoch, another, "me", "why"), answer(assistant_service.adopt, another)]
+            )
+            write(path, epoch)
+
+        patch.setattr(authority, "write_marker", meet)
+        db.authority.unlink()
+        assert assistant_service.adopt(db) == ("marker_missing", epoch_of(db))
+    assert told == ["ledger_busy", "ledger_busy"]
+    assert answer(assistant_service.new_epoch, another, "me", "after it") == "done"
+    assert answer(assistant_service.adopt, db) == "done"
+    assert epoch_of(another) == read_marker(db.authority)
+    another.close()
+
+
+def _adopt_or_begin(number: int, location: Any) -> str:
+    db = location.open(authority_required=False, patience=timedelta(seconds=30))
+    try:
+        if number % 2 and db.engine == "postgresql":
+            return assistant_service.adopt(db)[1]
+        return assistant_service.new_epoch(db, f"operator-{number}", "at the same time")
+    finally:
+        db.close()
+
+
+def test_of_new_epochs_and_adoptions_at_one_barrier_ledger_and_marker_have_the_same(
+    db: Database, location: Any
+) -> None:
+    first = epoch_of(db)
+    told = at_one_barrier(6, _adopt_or_begin, location)
+    assert epoch_of(db) == read_marker(db.authority)
+    begun = [event.detail["epoch"] for event in journal.latest_events(db.connection)]
+    assert begun[-1] == epoch_of(db)
+    assert set(told) <= {first, *begun}
 
 
 def test_of_new_epochs_at_one_barrier_the_last_has_ledger_and_marker(db: Database, location: Any) -> None:

@@ -35,7 +35,7 @@ from sovereign_agent import assistant_work, cli, effects, fencing, journal, outc
 from sovereign_agent.clock import ManualClock
 from sovereign_agent.commands import checkup, crash, demo_restore, views
 from sovereign_agent.configuration import FILE_NAME
-from sovereign_agent.database import LEDGER_NAME
+from sovereign_agent.database import LEDGER_NAME, Database
 from sovereign_agent.errors import (
     AlreadyHeld,
     AuthorityLost,
@@ -420,6 +420,62 @@ def test_doctor_names_the_command_that_mends_a_lost_marker_and_it_does(call, loc
     assert call("authority", "new-epoch", *by).code == 0
     assert finding(call, local_root)["verdict"] == "warn"
     assert call("resume", *by).code == 0
+
+
+def test_a_folder_in_the_markers_place_is_told_with_what_to_type(call, local_root):
+    marker = (local_root / LEDGER_NAME).with_suffix(".authority")
+    marker.unlink()
+    marker.mkdir()
+    by = ("--by", "operator-course", "--reason", "lost", "--root", local_root)
+    told = call("authority", "new-epoch", *by)
+    assert (told.code, "Traceback" in told.err) == (4, False)
+    assert f"next   move {marker} away, then repeat the command" in told.err
+    marker.rmdir()
+    assert call("authority", "new-epoch", *by).code == 0
+
+
+def test_a_control_row_that_is_gone_is_told_with_what_to_type(call, local_root):
+    with closing(Database(local_root / LEDGER_NAME)) as db:
+        db.connection.execute("DELETE FROM assistant_control")
+    for words in (["authority", "show"], ["send", "principal-human", "operator-course", "s", "b"]):
+        told = call(*words, "--root", local_root, "--json")
+        assert (told.code, told.error["category"]) == (4, "control_missing")
+        assert told.error["next_command"].startswith("sovereign-agent authority new-epoch")
+    assert call("status", "--root", local_root).code == 0  # it only reads
+    assert call("doctor", "--root", local_root).code == 4
+    by = ("--by", "operator-course", "--reason", "the row is gone", "--root", local_root)
+    assert call("authority", "new-epoch", *by).code == 0
+    assert call("resume", *by).code == 0
+
+
+def test_open_assistant_work_shows_in_status_and_beside_the_epoch(call, local_root):
+    assert "assistant" not in call("status", "--root", local_root).out
+    for session in ("lucy", "bob"):
+        assert call("assistant", "enqueue", session, "hello", "--root", local_root).code == 0
+    with closing(Organization(local_root)) as org:
+        assert assistant_work.claim(org.db, "worker-1")
+    counts = {"running": 1, "ready": 1, "delayed": 0, "parked": 0}
+    assert call("status", "--root", local_root, "--json").document["assistant"] == counts
+    assert "assistant work: 1 running, 1 ready, 0 delayed, 0 parked" in call("status", "--root", local_root).out
+    assert call("authority", "show", "--root", local_root, "--json").document["health"]["work"] == counts
+    assert "1 running, 1 ready, 0 delayed, 0 parked" in call("authority", "show", "--root", local_root).out
+
+
+def test_doctor_says_once_what_a_marker_beside_its_ledger_cannot_see(call, local_root, tmp_path):
+    assert "a rollback of the whole disk cannot be seen" in finding(call, local_root)["found"]
+    outside = tmp_path / "outside" / "shop.authority"
+    outside.parent.mkdir()
+    (local_root / LEDGER_NAME).with_suffix(".authority").rename(outside)
+    settings = local_root / "sovereign.toml"
+    settings.write_text(settings.read_text().replace("[authority]\n", f'[authority]\nmarker = "{outside}"\n', 1))
+    assert "rollback" not in finding(call, local_root)["found"]
+    assert call("send", "principal-human", "operator-course", "s", "b", "--root", local_root).code == 0
+    (outside.with_suffix(".seen")).write_text(f"{outside.read_text().strip()} 999999\n")
+    found = finding(call, local_root)
+    assert (found["verdict"], "ledger_rolled_back" in found["found"]) == ("fail", True)
+    assert found["mend"] == "sovereign-agent authority new-epoch --by ACTOR --reason TEXT"
+    settings.write_text(settings.read_text().replace(str(outside), "shop.authority"))
+    assert call("status", "--root", local_root).code == 2
 
 
 def finding(call, root):

@@ -165,10 +165,11 @@ def test_no_hot_statement_of_the_assistant_walks_through_history(old_ledger: Dat
         "observe": lambda: assistant_work.observe(db, child, {}),
         "renew": lambda: assistant_work.renew(db, child),
         "delegate": lambda: assistant_work.delegate(db, claims[0], "p", deadline=later, budget=1),
+        "cancel": lambda: assistant_work.cancel(db, child.id),
         "finish and claim": lambda: assistant_work.finish_and_claim(db, claims[0], "DONE"),
         "release": lambda: assistant_work.release(db, claims[1]),
         "retry": lambda: assistant_work.retry(db, claims[2], "r"),
-        "cancel": lambda: assistant_work.cancel(db, child.id),
+        "count": lambda: assistant_work.count_open(db.connection),
         "open work": lambda: assistant_work.open_work(db.connection),
         "transcript": lambda: assistant_work.transcript(db.connection, child.id),
     }

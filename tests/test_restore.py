@@ -34,7 +34,7 @@ from support import (
 from sovereign_agent import assistant_service, assistant_work, fencing, journal, relay, supervisor
 from sovereign_agent.clock import ManualClock, micros
 from sovereign_agent.database import LEDGER_NAME, Database, authority, read_marker, sqlite_backup
-from sovereign_agent.errors import AuthorityLost, Contention, SovereignError
+from sovereign_agent.errors import AuthorityLost, Contention, LedgerUnavailable, SovereignError
 from sovereign_agent.organization import Organization
 from sovereign_agent.storage import migrate
 from sovereign_agent.storage.engine import Migration
@@ -143,10 +143,78 @@ def test_a_backup_whose_name_may_not_outlive_a_power_cut_has_no_name(
 
     with monkeypatch.context() as patch:
         patch.setattr(sqlite_backup, "sync", fail)
-        with pytest.raises(OSError, match="Input/output error"):
+        with pytest.raises(LedgerUnavailable, match="was not written") as error:
             assistant_service.backup(db, tmp_path / "b")
+    assert (error.value.category, "Input/output error" in error.value.why) == ("copy_unwritten", True)
     assert not list(tmp_path.glob("*b*"))
     assert answer(assistant_service.backup, db, tmp_path / "b") == "done"
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK])
+def test_a_disk_without_hard_links_is_refused_by_name_and_gets_nothing(
+    db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def no_links(name: Path, target: Path) -> None:
+        raise OSError(code, os.strerror(code), str(target), None, str(name))
+
+    (tmp_path / "stick").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "hardlink_to", no_links)
+        with pytest.raises(LedgerUnavailable) as error:
+            assistant_service.backup(db, tmp_path / "stick" / "b")
+    assert (error.value.category, "without hard links" in error.value.why) == ("copy_unwritten", True)
+    assert "another place" in error.value.next_command
+    assert list((tmp_path / "stick").iterdir()) == []
+    assert answer(assistant_service.backup, db, tmp_path / "stick" / "b") == "done"
+
+
+def test_a_backup_may_have_the_longest_name_that_a_disk_takes_and_no_longer(db: Database, tmp_path: Path) -> None:
+    relay.send(db, "a", "b", "kept", "")
+    folder = tmp_path / "backups"
+    folder.mkdir()
+    assert answer(assistant_service.backup, db, folder / ("x" * 256)) == "copy_unwritten"
+    assert list(folder.iterdir()) == []
+    assert answer(assistant_service.backup, db, folder / ("x" * 255)) == "done"
+    assert answer(assistant_service.restore, db, folder / ("x" * 255)) == "done"
+    assert subjects(db) == ["kept"]
+
+
+@pytest.mark.parametrize("folder", ["/proc", "/sys"])
+def test_a_folder_that_takes_no_file_is_refused_by_name(db: Database, folder: str) -> None:
+    assert answer(assistant_service.backup, db, Path(folder, "b")) == "copy_unwritten"
+
+
+def test_a_restore_that_cannot_copy_its_source_aside_says_so_and_touches_nothing(tmp_path: Path) -> None:
+    db = Database(tmp_path / "org" / f"{'x' * 225}.db")  # with the restore's id behind it, no disk takes that name
+    source = backed_up(db, tmp_path)
+    before = kept_files(db)
+    with pytest.raises(LedgerUnavailable) as error:
+        assistant_service.restore(db, source)
+    assert (error.value.category, "too long" in error.value.why) == ("copy_unwritten", True)
+    assert error.value.next_command
+    assert kept_files(db) == before
+    assert (subjects(db), authority.control(db.connection).restoring) == (["kept", "later"], "")
+    db.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root, to restore somebody else's ledger")
+def test_what_root_writes_for_a_restore_belongs_to_the_ledgers_owner_and_a_backup_to_root(
+    location: Any, tmp_path: Path
+) -> None:
+    db = location.open()
+    folder = db.path.parent
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, 65534, 65533)
+    db.close()
+    db = location.open()
+    source = backed_up(db, tmp_path)
+    assert (source.stat().st_uid, source.stat().st_mode & 0o777) == (0, 0o600)
+    done = assistant_service.restore(db, source)
+    assert done.safety_copy in folder.iterdir()
+    assert {(path.stat().st_uid, path.stat().st_gid) for path in folder.iterdir()} == {(65534, 65533)}
+    db.close()
+    assert killed_in_a_process(_die_at, "the content", "before", "restore", location.root, source)
+    assert {path.stat().st_uid for path in folder.iterdir()} == {65534}
 
 
 # --- what is no backup ------------------------------------------------------------------------------------
@@ -643,12 +711,21 @@ def _unfinished(location: Any, tmp_path: Path, step: str, when: str = "after") -
     return Database(location.root / LEDGER_NAME, create=False, authority_required=False)
 
 
-def _before(act: Callable[..., Any], first: Callable[[], Any]) -> Callable[..., Any]:
+def _preceded(patch: pytest.MonkeyPatch, step: str, first: Callable[[], Any]) -> None:
+    """Let somebody else act just before this step of a restore."""
+    act = getattr(assistant_service, step)
+
     def both(*args: Any, **options: Any) -> Any:
         first()
         return act(*args, **options)
 
-    return both
+    patch.setattr(assistant_service, step, both)
+
+
+def _roll_back_to_the_end(db: Database) -> None:
+    assert answer(assistant_service.roll_back_restore, db) == "done"
+    assert subjects(db) == ["kept", "later"]
+    db.close()
 
 
 def _die_with_an_empty_copy(root: Path) -> None:
@@ -661,8 +738,7 @@ def test_who_rolls_back_puts_his_own_copy_into_the_ledger_and_no_other(
     location: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     db = _unfinished(location, tmp_path, "the content")
-    another = lambda: killed_in_a_process(_die_with_an_empty_copy, location.root)  # noqa: E731
-    monkeypatch.setattr(assistant_service, "_put", _before(getattr(assistant_service, "_put"), another))  # noqa: B009
+    _preceded(monkeypatch, "_put", lambda: killed_in_a_process(_die_with_an_empty_copy, location.root))
     assert answer(assistant_service.roll_back_restore, db) == "done"
     assert subjects(db) == ["kept", "later"]
     assert not list(db.path.parent.glob("*.back"))
@@ -674,22 +750,19 @@ def test_a_rollback_that_a_finish_has_overtaken_does_not_say_that_it_was_one(
     location: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     db = _unfinished(location, tmp_path, "the marker")
-    finish = lambda: killed_in_a_process(_die_at, "the content", "after", "finish_restore", location.root)  # noqa: E731
+    finish = partial(killed_in_a_process, _die_at, "the content", "after", "finish_restore", location.root)
     with monkeypatch.context() as patch:
-        patch.setattr(assistant_service, "_close", _before(getattr(assistant_service, "_close"), finish))  # noqa: B009
+        _preceded(patch, "_close", finish)
         assert answer(assistant_service.roll_back_restore, db) == "control_overtaken"
     assert (subjects(db), answer(location.open)) == (["kept"], "restore_unfinished")
-    assert answer(assistant_service.roll_back_restore, db) == "done"
-    assert subjects(db) == ["kept", "later"]
-    db.close()
+    _roll_back_to_the_end(db)
 
 
 def test_a_finish_that_a_rollback_has_overtaken_leaves_the_marker_alone(
     location: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     db = _unfinished(location, tmp_path, "the pause")
-    undo, point = lambda: _go_on(location.root, "roll_back_restore"), getattr(assistant_service, "_point_marker")  # noqa: B009
-    monkeypatch.setattr(assistant_service, "_point_marker", _before(point, undo))
+    _preceded(monkeypatch, "_point_marker", lambda: _go_on(location.root, "roll_back_restore"))
     assert answer(assistant_service.finish_restore, db) == "control_overtaken"
     assert subjects(db) == ["kept", "later"]
     db.close()
@@ -705,9 +778,7 @@ def test_a_rollback_without_its_safety_copy_is_refused_once_the_content_is_repla
     assert answer(assistant_service.roll_back_restore, db) == "safety_copy_missing"
     assert (subjects(db), answer(location.open)) == (["kept"], "restore_unfinished")
     (tmp_path / "elsewhere").rename(safety_copy)
-    assert answer(assistant_service.roll_back_restore, db) == "done"
-    assert subjects(db) == ["kept", "later"]
-    db.close()
+    _roll_back_to_the_end(db)
 
 
 def test_a_restore_interrupted_just_after_it_has_begun_can_be_finished(

@@ -464,6 +464,45 @@ def test_hazard_73_a_hard_linked_ledger_is_refused_until_it_has_one_name(db: Dat
     Database(path).close()
 
 
+def _swap(path: Path) -> None:
+    """What a restore must not do: another file under the ledger's name."""
+    path.with_name("swapped.db").touch()
+    path.with_name("swapped.db").replace(path)
+
+
+@pytest.mark.parametrize("change", [_swap, lambda path: path.rename(path.with_name("moved.db"))], ids=["swap", "move"])
+def test_hazard_66_a_process_whose_ledger_file_was_replaced_under_it_is_told_that_nothing_was_committed(
+    location: Location, path: Path, change: Callable[[Path], Any]
+) -> None:
+    with child(_bumping, location) as (_, pipe):
+        assert heard(pipe) == "done"
+        pipe.send("again")
+        assert heard(pipe) == "done"
+        change(path)
+        for _ in range(2):
+            pipe.send("again")
+            assert heard(pipe) == "ledger_replaced"
+        pipe.send("read")
+        assert heard(pipe) == 2
+
+
+def _bumping(pipe: Any, location: Location) -> None:
+    db = location.open()
+    asked = "bump"
+    while asked:
+        pipe.send(counter(db) if asked == "read" else answer(bump, db))
+        asked = pipe.recv()
+
+
+def test_hazard_66_in_rollback_mode_sqlites_own_refusal_is_translated(db: Database, path: Path) -> None:
+    assert db.connection.execute("PRAGMA journal_mode = DELETE").rows[0][0] == "delete"
+    bump(db)
+    _swap(path)
+    with pytest.raises(LedgerUnavailable, match="cannot be used") as refused:
+        bump(db)
+    assert refused.value.why == "the file was moved or replaced while it was open"
+
+
 @pytest.mark.parametrize("name", ["a b?c#d%20&e=f.db", "ledger:memory:.db", os.fsdecode(b"caf\xe9.db")])
 def test_a_file_name_is_a_file_name(tmp_path: Path, name: str) -> None:
     db = Database(tmp_path / name)

@@ -60,17 +60,23 @@ MOST_PAUSE_SECONDS = 2.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 log = logging.getLogger(__name__)
+MAX_HELD = 1_000
+"""How far `health` counts what is held, of each kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What an operator asks first. `marker` is the epoch that it names, or the category of what is wrong with it."""
+    """What an operator asks first. `marker` is the epoch that it names, or the category of what is wrong with it.
+
+    What is held is counted up to `MAX_HELD` of each kind, open work up to `assistant_work.MAX_COUNTED`.
+    """
 
     epoch: str
     marker: str
     paused: bool
     restoring: str
     held: dict[str, int]
+    work: dict[str, int]
     services: list[heartbeat.Service]
 
     @property
@@ -89,15 +95,15 @@ class Restored:
 
 
 def health(db: Database) -> Health:
-    """The epoch on both sides, whether the ledger is paused or restoring, what is held, and which services run."""
+    """The epoch on both sides, whether it is paused or restoring, what is held and open, and which services run."""
     now = authority.control(db.connection)
     held = {
-        "leases": len(fencing.expired_actor_leases(db, end_of_time)),  # by then every one has run out
-        "attempts": len(fencing.expired_execution_attempts(db, end_of_time)),
-        "claims": len(relay.current_claims(db.connection)),
+        "leases": len(fencing.expired_actor_leases(db, end_of_time, limit=MAX_HELD)),  # by then every one has run out
+        "attempts": len(fencing.expired_execution_attempts(db, end_of_time, limit=MAX_HELD)),
+        "claims": len(relay.current_claims(db.connection, limit=MAX_HELD)),
     }
-    services = heartbeat.services(db.connection)
-    return Health(now.epoch, marker_state(db), now.paused, now.restoring, held, services)
+    work, services = assistant_work.count_open(db.connection), heartbeat.services(db.connection)
+    return Health(now.epoch, marker_state(db), now.paused, now.restoring, held, work, services)
 
 
 def end_of_time() -> datetime:
@@ -108,9 +114,12 @@ def end_of_time() -> datetime:
 def marker_state(db: Database) -> str:
     """The epoch that this host's marker names, or the category of what is wrong with it."""
     try:
-        return authority.read_marker(db.authority)
-    except AuthorityLost as error:
+        marked = authority.read_marker(db.authority)
+        if db.marker_elsewhere:
+            authority.require_progress(db.connection)
+    except (AuthorityLost, LedgerUnavailable) as error:
         return error.category
+    return marked
 
 
 # --- serving ----------------------------------------------------------------------------------------------
@@ -316,7 +325,7 @@ def backup(db: Database, destination: Path | str) -> sqlite_backup.Image:
     """Copy the ledger, while it is being written, to a new file that `restore` takes.
 
     Raises IllegalMove (``backup_exists``, ``backup_folder``, ``backup_lineage``), Refusal (``postgresql_tools``),
-    LedgerUnavailable.
+    LedgerUnavailable (``copy_unwritten``).
     """
     _require_sqlite(db, "backed up", "pg_dump --format=custom --file=FILE DATABASE")
     return sqlite_backup.back_up(db.path, Path(destination).absolute())
@@ -326,9 +335,10 @@ def restore(db: Database, source: Path | str, *, actor: str = OPERATOR, reason: 
     """Bring the ledger back to a backup of it, under a new epoch, with all authority revoked, and paused.
 
     Everything that can be wrong with `source` is refused before the ledger is touched: Refusal, the categories of
-    `sqlite_backup.take_in` and ``backup_foreign``; SchemaMismatch (``schema_newer``). AlreadyHeld
-    (``control_overtaken``) when another restore came first, LedgerUnavailable (``restore_unfinished``) when one was
-    ended half-way; Contention, and nothing changed, when a process keeps the write lock.
+    `sqlite_backup.take_in` and ``backup_foreign``; SchemaMismatch (``schema_newer``); LedgerUnavailable
+    (``copy_unwritten``) where it cannot be copied aside. AlreadyHeld (``control_overtaken``) when another restore
+    came first, LedgerUnavailable (``restore_unfinished``) when one was ended half-way; Contention, and nothing
+    changed, when a process keeps the write lock.
     """
     _require_sqlite(
         db, "restored", "pg_restore --clean --dbname=DATABASE FILE, then sovereign-agent authority new-epoch"
@@ -444,7 +454,8 @@ def _close(db: Database, restore_id: str, epoch: str, rolled_back_by: str = "") 
     safety_copy = _safety_copy(db, restore_id)
     for left in db.path.parent.iterdir():
         if left.name.startswith(f"{db.path.name}.{restore_id}.") and left != safety_copy:
-            left.unlink(missing_ok=True)
+            with suppress(OSError):  # the restore is over, and what stays harms nobody
+                left.unlink()
     return Restored(restore_id, epoch, safety_copy if safety_copy.exists() else None)
 
 

@@ -48,12 +48,16 @@ MAX_BATCH = 1_000
 MAX_GIVEN_BACK = 100
 """How many items one claim puts back into the queue, of each kind."""
 
+MAX_COUNTED = 10_000
+"""How far `count_open` counts."""
+
 MAX_LOST_RACES = 5
 FINAL = ("DONE", "BLOCKED", "CANCELED")
 
 UNAVAILABLE = "authority marker is unavailable"
 REPLACED = "runtime paused or replaced by restore"
 SUPERSEDED = "worker claim expired or superseded"
+DELEGATION_OVER = "Its delegation is over."
 
 _ONE_PER_SESSION = re.compile("assistant_work_one_running_per_session|assistant_work.session")
 _NUL_IN_JSON = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
@@ -261,7 +265,7 @@ def _claim_admitted(  # noqa: PLR0917
         # In the order of their sessions: two claimants of many must not wait for each other.
         for head in sorted(heads, key=lambda row: row["session"]):
             if head["deadline"] <= at or head["parent_status"] == "CANCELED":
-                _settle(connection, head["id"], "canceled", at, "", result="Its delegation is over.")
+                _settle(connection, head["id"], "canceled", at, "", result=DELEGATION_OVER)
             else:
                 claims.append(_take(connection, head, owner, epoch, at, min(_later(at, ttl), head["deadline"])))
         heads = _heads(connection, role, limit - len(claims), at) if len(claims) < limit else []
@@ -431,8 +435,10 @@ def delegate(
 ) -> str:
     """Queue a child item of role research, in a session of its own, and return its id.
 
-    Nobody works on it under a claim beyond `deadline` (seconds since 1970), or once the parent is canceled. `budget`
-    is what it may spend, in the units of whoever runs it. The same `origin` is the same child.
+    Nobody works on it under a claim beyond `deadline` (seconds since 1970). It ends with its parent: whoever finishes
+    or cancels that, cancels in the same transaction each child that is not finished. A parent whose worker is lost, or
+    gives it back, is not at its end: whoever claims it next finds the children at work. `budget` is what a child may
+    spend, in the units of whoever runs it. The same `origin` is the same child.
 
     Raises AuthorityLost; PolicyRefusal (``delegation_depth``) for a child's claim; IllegalMove.
     """
@@ -458,7 +464,7 @@ def delegate(
 
 
 def cancel(db: Database, work_id: str, *, actor: str = "", now: Now = None) -> None:
-    """Call an item off, a running one too: its owner's claim is lost, and so is that of each child.
+    """Call an item off, a running one too, and each child with it: their owners' claims are lost.
 
     Raises Refusal (``work_missing``), IllegalMove when it is finished.
     """
@@ -499,7 +505,9 @@ def _settle(
         UPDATE assistant_work
            SET status = ?, owner = NULL, epoch = NULL, expires_at = NULL, available_at = ?, losses = losses + ?,
                retries_left = retries_left - ?, result = ?, finished_at = ?
-         WHERE id = ? RETURNING generation, session
+         WHERE id = ?
+        RETURNING generation, session,
+                  EXISTS (SELECT 1 FROM assistant_delegations d WHERE d.parent_id = assistant_work.id) AS delegated
         """,
         (
             status,
@@ -513,6 +521,16 @@ def _settle(
     ).rows[0]
     detail = {"generation": left["generation"], "session": left["session"]}
     journal.record(connection, f"work.{event}", work_id, actor=actor, at=at, detail=detail)
+    if left["delegated"] and status in FINAL:
+        children = connection.execute(
+            """
+            SELECT id FROM assistant_work WHERE id IN (SELECT child_id FROM assistant_delegations WHERE parent_id = ?)
+               AND status IN ('READY', 'RUNNING', 'PARKED') ORDER BY seq <for update>
+            """,
+            (work_id,),
+        )
+        for child in children:
+            _settle(connection, child["id"], "canceled", at, actor, result=DELEGATION_OVER)
 
 
 # --- looking ----------------------------------------------------------------------------------------------
@@ -524,6 +542,22 @@ def get_work(connection: Connection, work_id: str) -> Row:
     if row is None:
         raise Refusal(f"There is no item {work_id}.", category="work_missing", why="No row of this ledger has that id.")
     return row
+
+
+def count_open(connection: Connection, *, limit: int = MAX_COUNTED) -> dict[str, int]:
+    """How many items are not finished, by kind, each counted up to `limit`; `delayed` ones are ready later."""
+    row = connection.execute(
+        """
+        SELECT (SELECT count(*) FROM (SELECT 1 FROM assistant_work WHERE status = 'RUNNING' LIMIT ?) AS a) AS running,
+        (SELECT count(*) FROM (SELECT 1 FROM assistant_work WHERE status = 'READY' AND available_at = 0 LIMIT ?) AS b)
+        AS ready,
+        (SELECT count(*) FROM (SELECT 1 FROM assistant_work WHERE status = 'READY' AND available_at > 0 LIMIT ?) AS c)
+        AS delayed,
+        (SELECT count(*) FROM (SELECT 1 FROM assistant_work WHERE status = 'PARKED' LIMIT ?) AS d) AS parked
+        """,
+        (limit,) * 4,
+    ).rows[0]
+    return dict(row)
 
 
 def open_work(connection: Connection, *, limit: int = 100) -> list[Row]:
@@ -550,6 +584,8 @@ def transcript(connection: Connection, work_id: str, *, after: int = 0, limit: i
 
 def _message(message: dict[str, Any]) -> str:
     """The message as JSON text that both engines hold alike."""
+    if not isinstance(message, dict):  # pyright: ignore[reportUnnecessaryIsInstance] - a model's own words come here
+        raise IllegalMove("The message was not written.", category="invalid_value", why="A message is a JSON object.")
     try:
         text = json.dumps(message, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:

@@ -111,13 +111,22 @@ class LedgerSettings(_Table):
 
 
 class AuthoritySettings(_Table):
-    """How long authority lasts without renewal, how often it is renewed, and where it ends for good."""
+    """How long authority lasts without renewal, how often it is renewed, and where it ends for good.
+
+    `marker` is where this host's authority marker lies, if not beside the ledger.
+    """
 
     actor_lease_seconds: Seconds = 60.0
     execution_attempt_seconds: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 60.0
+    marker: Annotated[str, StringConstraints(pattern=r"\A(/[^\x00]+)?\z")] = ""
     renew_seconds: Seconds | None = None
     maximum_run_seconds: Annotated[float, Field(ge=1, le=31_536_000, allow_inf_nan=False)] = 86_400.0
     losses_before_parking: Annotated[int, Field(ge=1, le=1000)] = 3
+
+    @property
+    def marker_path(self) -> Path | None:
+        """The marker's place; None for the usual one."""
+        return Path(self.marker) if self.marker else None
 
     @property
     def lease_ttl(self) -> timedelta:
@@ -408,17 +417,21 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
 
 
-def replace_file(folder: int, name: str, content: bytes, *, mode: int = 0o600) -> None:
+def replace_file(
+    folder: int, name: str, content: bytes, *, mode: int = 0o600, owner: os.stat_result | None = None
+) -> None:
     """Put `content` under `name` in an open folder, durably, so that a crash leaves the old file or the new one.
 
-    A link that stands under `name` is replaced, not followed. Raises OSError; the old file then still stands,
-    unless it was only the last sync that failed.
+    A link that stands under `name` is replaced, not followed. Written by root, it belongs to whom `owner` belongs to.
+    Raises OSError; the old file then still stands, unless it was only the last sync that failed.
     """
     temporary = f".{name}.{secrets.token_hex(8)}"
     file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode, dir_fd=folder)
     try:
         with open(file, "wb") as stream:
             os.fchmod(file, mode)
+            if owner and os.geteuid() == 0:
+                os.fchown(file, owner.st_uid, owner.st_gid)
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())

@@ -22,7 +22,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from sovereign_agent.clock import Clock, micros, moment
-from sovereign_agent.errors import ConfigurationFault, LedgerUnavailable
+from sovereign_agent.errors import ConfigurationFault, LedgerUnavailable, SovereignError
 from sovereign_agent.storage import authority, migrate, sqlite_backup
 from sovereign_agent.storage.authority import Control, admit, read_marker
 from sovereign_agent.storage.engine import Connection, Migration, Result, Row, Transaction, Value, refuse_fork
@@ -62,6 +62,8 @@ class Database:
         patience: how long a call waits for another writer before Contention.
         authority_required: refuse a ledger that is not of its marker's epoch, or whose restore is not finished.
             False is for the commands that look at that, or mend it. Reading is never refused.
+        marker: where this host's authority marker lies, if not beside the ledger: on another disk it does not go back
+            with this one.
 
     Raises LedgerUnavailable, SchemaMismatch, Contention.
     """
@@ -76,6 +78,7 @@ class Database:
         clock: Clock | None = None,
         patience: timedelta = PATIENCE,
         authority_required: bool = True,
+        marker: Path | None = None,
     ) -> None:
         self.location = str(location)
         self._url = self.location if str(location).startswith(("postgresql://", "postgres://")) else ""
@@ -88,7 +91,9 @@ class Database:
         self._all_lock = threading.Lock()
         self._closed = False
         self.path = self._resolved(location, root)
-        self.authority = self.path.with_suffix(authority.SUFFIX)
+        self.authority = marker or self.path.with_suffix(authority.SUFFIX)
+        self.marker_elsewhere = marker is not None
+        self._watched = False
         self._first_open(create=create, authority_required=authority_required and not read_only)
 
     def _resolved(self, location: str | Path, root: Path | None) -> Path:
@@ -126,8 +131,10 @@ class Database:
                 self.connection.make_durable()
                 migrate.migrate(self.connection, migrate.CORE, migrations)
             if authority_required:
-                authority.establish(self.connection, self.authority_mend)
+                authority.establish(self.connection)
                 self.require_authority()
+                self._watched = self.marker_elsewhere
+                self.note_progress()
         except BaseException:
             self.close()
             raise
@@ -135,6 +142,16 @@ class Database:
     def require_authority(self) -> None:
         """Raise LedgerUnavailable unless ledger and marker are of one epoch and no restore stands between its steps."""
         authority.require_agreement(self.connection, self.authority_mend)
+        if self.marker_elsewhere:
+            authority.require_progress(self.connection)
+
+    def note_progress(self) -> None:
+        """Remember, where the marker lies elsewhere, how far the ledger has come: one that has gone back is refused.
+
+        Done at opening, at closing and at each tick of a supervisor.
+        """
+        if self._watched:
+            authority.note_progress(self.connection)
 
     @property
     def authority_mend(self) -> str:
@@ -242,6 +259,9 @@ class Database:
 
     def close(self) -> None:
         """Close every thread's connection. Idempotent."""
+        if not self._closed:
+            with suppress(SovereignError):  # a transaction is still open, say, or the ledger is out of reach
+                self.note_progress()
         self._closed = True
         with self._all_lock:
             connections = list(self._all)

@@ -83,6 +83,7 @@ class Organization:
             create=False,
             read_only=read_only,
             clock=clock,
+            marker=self.settings.authority.marker_path,
         )
         self._host = runs.Host(self.db, self.process_identity)
         try:
@@ -102,9 +103,10 @@ class Organization:
             raise ConfigurationFault(
                 f"{folder} cannot be an organization's folder.", category="configuration", why=str(error.strerror)
             ) from error
-        url = configuration.load(folder).ledger.url if (folder / configuration.FILE_NAME).exists() else ledger_url
+        known = configuration.load(folder) if (folder / configuration.FILE_NAME).exists() else None
+        url, marker = (known.ledger.url, known.authority.marker_path) if known else (ledger_url, None)
         configuration.check_default(folder, url)
-        Database(url or folder / LEDGER_NAME, root=folder, create=True).close()
+        Database(url or folder / LEDGER_NAME, root=folder, create=True, marker=marker).close()
         configuration.write_default(folder, url)  # last, so that a URL that leads nowhere leaves no settings behind
         return cls(folder, clock=clock)
 

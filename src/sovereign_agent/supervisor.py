@@ -83,6 +83,7 @@ def tick(org: Organization, clock: Clock | None = None) -> SupervisorReport:
     problems += [
         f"Assignment {one} is RUNNING without an ACTIVE attempt." for one in fencing.orphans(org.db.connection)
     ]
+    org.db.note_progress()
     ended = tuple(receipt.assignment_id for receipt in recovered)
     shown = tuple(pending[:PENDING_SHOWN])
     return SupervisorReport(tuple(leases), tuple(swept), ended, tuple(problems), shown, folders)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sovereign_agent.commands.options import HERE, By, Json, Root
-from sovereign_agent.commands.printing import answer, entry
+from sovereign_agent.commands.printing import answer, entry, tally
 from sovereign_agent.errors import IllegalMove, Refusal
 
 if TYPE_CHECKING:
@@ -92,8 +92,9 @@ def restore(
 
 @app.command()
 def show(*, root: Root = HERE, json: Json = False) -> None:
-    """Show the epoch on both sides, whether the ledger is paused, and what is held."""
+    """Show the epoch on both sides, whether the ledger is paused, what is held, and what assistant work is open."""
     from sovereign_agent import assistant_service
+    from sovereign_agent.assistant_work import MAX_COUNTED
 
     with _ledger(root, read_only=True) as db:
         health = assistant_service.health(db)
@@ -102,7 +103,8 @@ def show(*, root: Root = HERE, json: Json = False) -> None:
         ("ledger", health.epoch),
         ("marker", health.marker),
         ("restoring", health.restoring),
-        ("held", ", ".join(f"{number} {kind}" for kind, number in health.held.items())),
+        ("held", tally(health.held, assistant_service.MAX_HELD)),
+        ("work", tally(health.work, MAX_COUNTED)),
         ("running", ", ".join(f"{one.kind} ({one.verdict})" for one in health.services)),
         ("look", f"{marker}"),
     ]
@@ -166,6 +168,7 @@ def _ledger(
         create=False,
         read_only=read_only,
         authority_required=authority_required,
+        marker=settings.authority.marker_path,
     )
     with closing(database):
         yield database

@@ -44,6 +44,7 @@ OUTCOMES_LOOKED_AT = 100
 HEALTHY = (liveness.Decision.WORKING, liveness.Decision.QUIET)
 RECONCILE = "sovereign-agent supervisor --once"
 RUN_FOLDER = Path(".sovereign", "runs", "any")
+BLIND = "a rollback of the whole disk cannot be seen while the marker is on it ([authority] marker moves it)"
 RESUME = "sovereign-agent resume --by ACTOR --reason TEXT"
 UNUSABLE = {"settings": 2, "ledger": 4, "authority": 4}
 """The exit code of a failed finding; no other ends in one."""
@@ -222,7 +223,8 @@ def _authority(org: Organization) -> Finding:
         return Finding("authority", Verdict.FAIL, told, org.db.authority_mend)
     if health.paused:
         return Finding("authority", Verdict.WARN, f"{health.epoch}, paused", RESUME)
-    return Finding("authority", Verdict.OK, health.epoch)
+    beside = org.db.authority.is_relative_to(org.root)
+    return Finding("authority", Verdict.OK, f"{health.epoch}{'; ' + BLIND if beside else ''}")
 
 
 def _services(org: Organization) -> Iterator[Finding]:

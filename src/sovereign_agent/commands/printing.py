@@ -36,6 +36,11 @@ def entry(sentence: str, facts: Facts = (), *, indent: int = 0) -> str:
     return "\n".join(" " * indent + line for line in lines)
 
 
+def tally(counts: dict[str, int], most: int) -> str:
+    """``2 running, 0 ready``; a number that was counted no further than `most` has a plus."""
+    return ", ".join(f"{number}{'+' if number == most else ''} {kind}" for kind, number in counts.items())
+
+
 def _typeable(fact: object) -> object:
     """A command of ours that was made for this --root, with it; anything else as it is."""
     if asked_root and isinstance(fact, str) and fact.startswith(COMMAND) and "--root" not in fact:

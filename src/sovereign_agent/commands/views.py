@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, cast
 
-from sovereign_agent import fencing, heartbeat, journal, liveness, outcomes, runs
-from sovereign_agent.commands.printing import entry, to_json
+from sovereign_agent import assistant_work, fencing, heartbeat, journal, liveness, outcomes, runs
+from sovereign_agent.commands.printing import entry, tally, to_json
 from sovereign_agent.database import Connection
 from sovereign_agent.errors import Refusal
 from sovereign_agent.heartbeat import Service
@@ -88,8 +88,13 @@ def status(org: Organization) -> Document:
         for outcome in open_outcomes[:OUTCOMES_SHOWN]
     ]
     more = len(open_outcomes) > OUTCOMES_SHOWN
-    services = heartbeat.services(connection)
-    return {"organization": org.settings.organization.name, "outcomes": work, "more": more, "services": services}
+    return {
+        "organization": org.settings.organization.name,
+        "outcomes": work,
+        "more": more,
+        "assistant": assistant_work.count_open(connection),
+        "services": heartbeat.services(connection),
+    }
 
 
 def status_text(document: Document) -> str:
@@ -107,6 +112,9 @@ def status_text(document: Document) -> str:
                 lines.append(_stuck_text(stuck, indent=6))
     if document["more"]:
         lines.append(entry(f"and more: these are the {OUTCOMES_SHOWN} oldest."))
+    if any(document["assistant"].values()):
+        told = tally(document["assistant"], assistant_work.MAX_COUNTED)
+        lines.append(entry(f"assistant work: {told}", [("look", "sovereign-agent assistant status")]))
     if not lines:
         lines.append(entry(f"{document['organization']} has no open outcome."))
     return "\n".join([*lines, *map(service_text, document["services"])])

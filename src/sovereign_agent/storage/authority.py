@@ -14,16 +14,23 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from sovereign_agent.configuration import make_folder, replace_file
+from sovereign_agent.configuration import held_open, make_folder, replace_file
 from sovereign_agent.errors import AuthorityLost, ConstraintBroken, LedgerUnavailable, PolicyRefusal
 from sovereign_agent.storage.engine import Connection, Transaction
 
 TABLE = "assistant_control"
 SUFFIX = ".authority"
+SEEN = ".seen"
+"""How far the ledger had come when this host last looked: beside a marker that does not go back with the ledger."""
+
+BEGINNING = ".beginning"
+"""What a first start calls the marker until the ledger has its control row."""
+
 NEW_EPOCH = "sovereign-agent authority new-epoch --by ACTOR --reason TEXT"
 SHOW = "sovereign-agent authority show"
 UNFINISHED = "sovereign-agent restore --by ACTOR --resume, or --rollback"
@@ -34,7 +41,7 @@ _LONGEST_BYTES = 64
 _OPENING = {
     errno.ENOENT: ("marker_missing", "there is no such file"),
     errno.ELOOP: ("marker_link", "it is a symbolic link"),
-    errno.EISDIR: ("marker_not_a_file", "it is a folder"),
+    errno.ENXIO: ("marker_not_a_file", "it is a socket"),
 }
 
 
@@ -60,17 +67,20 @@ def read_marker(path: Path) -> str:
     """The epoch that this host's marker names.
 
     Raises AuthorityLost, ``marker_missing``, ``_empty``, ``_torn``, ``_foreign``, ``_not_a_file``, ``_link`` or
-    ``_unreadable``: nothing but one whole epoch and a newline is a marker.
+    ``_unreadable``: nothing but a regular file of one whole epoch and a newline is a marker.
     """
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            content = os.read(file, _LONGEST_BYTES)
+            regular = stat.S_ISREG(os.fstat(file).st_mode)
+            content = os.read(file, _LONGEST_BYTES) if regular else b""  # a pipe could say anything, or nothing
         finally:
             os.close(file)
     except OSError as error:
         category, why = _OPENING.get(error.errno or 0, ("marker_unreadable", str(error.strerror)))
         raise _unavailable(path, category, why) from error
+    if not regular:
+        raise _unavailable(path, "marker_not_a_file", "it is a folder, a pipe or a device")
     if _EPOCH.fullmatch(content):
         return content[:-1].decode()
     if not content:
@@ -81,13 +91,23 @@ def read_marker(path: Path) -> str:
 
 
 def write_marker(path: Path, epoch: str) -> None:
-    """Put `epoch` into the marker, durably and whole. Raises OSError; the old marker then still stands."""
-    make_folder(path.parent, mode=0o700)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    """Put `epoch` into the marker, durably and whole; written by root, it belongs to whom its folder belongs to.
+
+    Raises LedgerUnavailable (``marker_unwritten``); the old marker then still stands.
+    """
     try:
-        replace_file(folder, path.name, f"{epoch}\n".encode())
-    finally:
-        os.close(folder)
+        make_folder(path.parent, mode=0o700)
+        with held_open(path.parent, os.O_RDONLY | os.O_DIRECTORY) as folder:
+            replace_file(folder, path.name, f"{epoch}\n".encode(), owner=os.fstat(folder))
+    except OSError as error:
+        mend = f"move {path} away" if error.errno == errno.EISDIR else "mend that"
+        raise LedgerUnavailable(
+            "The authority marker was not written.",
+            category="marker_unwritten",
+            why=f"{path}: {error.strerror}.",
+            inspect=f"ls -ld {path} {path.parent}",
+            next_command=f"{mend}, then repeat the command",
+        ) from error
 
 
 def _unavailable(path: Path, category: str, why: str) -> AuthorityLost:
@@ -114,7 +134,11 @@ def control(connection: Connection) -> Control:
     found = find_control(connection)
     if found is None:
         raise ConstraintBroken(
-            "The control row is gone.", category="control_missing", inspect=f"table {TABLE}", next_command=NEW_EPOCH
+            "The control row is gone.",
+            category="control_missing",
+            why="It named the ledger and its epoch, so nobody can say who holds what. Older backups will be another's.",
+            inspect=f"table {TABLE}",
+            next_command=NEW_EPOCH,
         )
     return found
 
@@ -172,23 +196,31 @@ def change_control(connection: Connection, seen: Control, *, paused: bool, resto
 # --- opening ----------------------------------------------------------------------------------------------
 
 
-def establish(connection: Connection, mend: str) -> None:
-    """Give a ledger without a control row its first epoch: the marker first, durably, then the row.
+def establish(connection: Connection) -> None:
+    """Give a new ledger its first epoch: beside the marker's place first, then the row, then the marker itself.
 
-    A marker that is there already was left by a first start that died between the two, and is taken.
-    Raises LedgerUnavailable when it cannot be read; `mend` is the command that begins or takes a new epoch.
+    A start that died between two of these is finished by the next. So a marker is never older than the row, and one
+    that stands beside a ledger without it is refused: ConstraintBroken (``control_missing``).
     """
-    if find_control(connection):
-        return
-    with Transaction(connection, ledger_lock=True):
-        if find_control(connection):
-            return
-        if os.path.lexists(connection.authority):
-            epoch = _marked(connection, mend)
-        else:
-            epoch = new_epoch()
-            write_marker(connection.authority, epoch)
-        begin_epoch(connection, epoch, paused=False)
+    beginning = connection.authority.with_suffix(BEGINNING)
+    if find_control(connection) is None:
+        with Transaction(connection, ledger_lock=True):
+            if os.path.lexists(connection.authority):
+                control(connection)
+            elif find_control(connection) is None:
+                epoch = new_epoch()
+                write_marker(beginning, epoch)
+                begin_epoch(connection, epoch, paused=False)
+    if os.path.lexists(beginning):
+        with Transaction(connection, ledger_lock=True):
+            epoch = control(connection).epoch
+            if (
+                os.path.lexists(beginning)
+                and not os.path.lexists(connection.authority)
+                and read_marker(beginning) == epoch
+            ):
+                write_marker(connection.authority, epoch)
+            beginning.unlink(missing_ok=True)
 
 
 def require_agreement(connection: Connection, mend: str) -> None:
@@ -204,6 +236,36 @@ def require_agreement(connection: Connection, mend: str) -> None:
             inspect=SHOW,
             next_command=mend,
         )
+
+
+def require_progress(connection: Connection) -> str:
+    """Raise LedgerUnavailable (``ledger_rolled_back``) when the ledger was seen, in this epoch, with more events.
+
+    Returns the epoch and how far the ledger has come, as `note_progress` writes it beside a marker that lies elsewhere.
+    """
+    place = connection.authority.with_suffix(SEEN)
+    newest = connection.execute("SELECT COALESCE(max(seq), 0) FROM events").rows[0][0]
+    epoch = control(connection).epoch
+    try:
+        seen_in, seen = place.read_text().split() if place.exists() else ("", "0")
+        gone = int(seen) - newest if seen_in == epoch else 0
+    except (OSError, ValueError) as error:
+        raise _unavailable(place, "marker_unreadable", str(error)) from error
+    if gone > 0:
+        raise LedgerUnavailable(
+            "The ledger has gone back behind what this host has seen of it.",
+            category="ledger_rolled_back",
+            why=f"It ends with event {newest}, and {place} has seen event {seen}.",
+            inspect=SHOW,
+            next_command=NEW_EPOCH,
+        )
+    return f"{epoch} {newest}"
+
+
+def note_progress(connection: Connection) -> None:
+    """Write down beside the marker how far the ledger has come, unless `require_progress` raises."""
+    with Transaction(connection, ledger_lock=True):
+        write_marker(connection.authority.with_suffix(SEEN), require_progress(connection))
 
 
 def require_finished(now: Control) -> None:

@@ -83,6 +83,7 @@ class SQLiteConnection(Connection):
         self.path = path
         self._clock = SystemClock()
         self._patience = patience
+        self._opened = status_of(path)
         self._raw = self._connect()
         super().__init__()
 
@@ -163,6 +164,16 @@ class SQLiteConnection(Connection):
         self._run("BEGIN IMMEDIATE", ())
 
     def _commit(self) -> None:
+        # SQLite itself would answer that it has committed, to a file that nobody will open again.
+        now = status_of(self.path)
+        if not (now and self._opened and os.path.samestat(now, self._opened)):
+            raise LedgerUnavailable(
+                f"The ledger {self.path} was replaced while it was open.",
+                category="ledger_replaced",
+                why="Another file has its name, so nothing of this transaction was committed.",
+                inspect=f"ls -li {self.path}*",
+                next_command="end every process that has it open, then sovereign-agent doctor",
+            )
         self._run("COMMIT", ())
 
     def _abandon(self) -> None:

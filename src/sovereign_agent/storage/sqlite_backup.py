@@ -28,10 +28,11 @@ from urllib.parse import quote
 
 from sovereign_agent.clock import monotonic
 from sovereign_agent.configuration import sync
-from sovereign_agent.errors import IllegalMove, Refusal, SovereignError
+from sovereign_agent.errors import AuthorityLost, IllegalMove, LedgerUnavailable, Refusal, SovereignError
 from sovereign_agent.storage.sqlite import status_of, translated, writer_of
 
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_LINKS = " On a disk without hard links no name can be given that surely overwrites nothing."
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _SEAL = ('INSERT INTO "backup_seal"', "CREATE TABLE backup_seal")
 _EXACTLY = partial(str, encoding="utf-8", errors="surrogateescape")
@@ -53,34 +54,36 @@ class Image:
 def back_up(ledger: Path, destination: Path, *, replacing: bool = False) -> Image:
     """Copy a ledger, which may be written meanwhile, to a new file of mode 0600; verify it, then give it its name.
 
-    Raises IllegalMove (``backup_exists``, ``backup_folder``, ``backup_lineage``), LedgerUnavailable and OSError;
-    nothing then stands under the name that did not stand there before.
+    A backup belongs to whoever makes it; `replacing` makes a part of the ledger, which belongs to the ledger's owner.
+    Raises IllegalMove (``backup_exists``, ``backup_folder``, ``backup_lineage``) and LedgerUnavailable
+    (``copy_unwritten``); nothing then stands under the name that did not stand there before.
     """
-    if not replacing and os.path.lexists(destination):
-        raise _unwritten(destination, "backup_exists", "That name is taken.")
-    if not destination.parent.is_dir():
-        raise _unwritten(destination, "backup_folder", f"There is no folder {destination.parent}.")
-    if not replacing:
-        _require_one_lineage(ledger, destination)
-    temporary = destination.with_name(f".{destination.name}.{secrets.token_hex(8)}")
-    try:
-        _make_empty(temporary)
-        with _opened(ledger) as source, _opened(temporary) as copy:
-            source.execute("BEGIN")
-            digest = content_digest(source)
-            source.backup(copy)
-            source.execute("ROLLBACK")
-            copy.execute("PRAGMA journal_mode = DELETE").fetchall()
-            copy.execute("DROP TABLE IF EXISTS backup_seal")
-            copy.execute(_CREATE_SEAL)
-            copy.execute("INSERT INTO backup_seal (digest, ledger) VALUES (?, ?)", (digest, _quoted(ledger)))
-        with _opened(temporary, "mode=ro") as copy:
-            _require_sound(copy, destination, digest)
-            image = Image(destination, temporary.stat().st_size, _row_counts(copy), digest)
-        sync(temporary)
-        _give_name(temporary, destination, replacing=replacing)
-    finally:
-        remove(temporary)
+    with _named(destination):
+        if not replacing and os.path.lexists(destination):
+            raise _unwritten(destination, "backup_exists", "That name is taken.")
+        if not destination.parent.is_dir():
+            raise _unwritten(destination, "backup_folder", f"There is no folder {destination.parent}.")
+        if not replacing:
+            _require_one_lineage(ledger, destination)
+        temporary = destination.with_name(f".backup.{secrets.token_hex(16)}")
+        try:
+            _make_empty(temporary, ledger if replacing else None)
+            with _opened(ledger) as source, _opened(temporary) as copy:
+                source.execute("BEGIN")
+                digest = content_digest(source)
+                source.backup(copy)
+                source.execute("ROLLBACK")
+                copy.execute("PRAGMA journal_mode = DELETE").fetchall()
+                copy.execute("DROP TABLE IF EXISTS backup_seal")
+                copy.execute(_CREATE_SEAL)
+                copy.execute("INSERT INTO backup_seal (digest, ledger) VALUES (?, ?)", (digest, _quoted(ledger)))
+            with _opened(temporary, "mode=ro") as copy:
+                _require_sound(copy, destination, digest)
+                image = Image(destination, temporary.stat().st_size, _row_counts(copy), digest)
+            sync(temporary)
+            _give_name(temporary, destination, replacing=replacing)
+        finally:
+            remove(temporary)
     return image
 
 
@@ -88,19 +91,20 @@ def take_in(source: Path, ledger: Path, staging: Path) -> None:
     """Copy a backup to `staging`, verified and unsealed. `source` and `ledger` are not touched.
 
     Raises Refusal: ``backup_missing``, ``backup_link``, ``backup_not_a_file``, ``backup_is_live``,
-    ``backup_empty``, ``backup_damaged``, ``backup_unsealed``.
+    ``backup_empty``, ``backup_damaged``, ``backup_unsealed``; LedgerUnavailable (``copy_unwritten``).
     """
     _require_file(source, ledger)
-    _make_empty(staging)
-    try:
-        with _opened(source, "mode=ro&immutable=1") as backup, _opened(staging) as copy:
-            backup.backup(copy)
-            _require_sound(copy, source, _seal_of(copy, source))
-            copy.execute("DROP TABLE backup_seal")
-        sync(staging.parent)
-    except BaseException:
-        remove(staging)
-        raise
+    with _named(staging):
+        _make_empty(staging, ledger)
+        try:
+            with _opened(source, "mode=ro&immutable=1") as backup, _opened(staging) as copy:
+                backup.backup(copy)
+                _require_sound(copy, source, _seal_of(copy, source))
+                copy.execute("DROP TABLE backup_seal")
+            sync(staging.parent)
+        except BaseException:
+            remove(staging)
+            raise
 
 
 def replace_content(ledger: Path, image: Path, *, patience: timedelta, locked: Callable[[], None]) -> None:
@@ -126,9 +130,10 @@ def replace_content(ledger: Path, image: Path, *, patience: timedelta, locked: C
 
 
 def remove(image: Path) -> None:
-    """Remove a copy, with what SQLite may have left beside it."""
+    """Remove a copy, with what SQLite may have left beside it, if the disk lets us: no error here hides another."""
     for suffix in ("", "-wal", "-shm", "-journal"):
-        Path(f"{image}{suffix}").unlink(missing_ok=True)
+        with suppress(OSError):
+            Path(f"{image}{suffix}").unlink()
 
 
 def require_intact(ledger: Path) -> None:
@@ -234,9 +239,29 @@ def _row_counts(raw: sqlite3.Connection) -> dict[str, int]:
     return {table: raw.execute(f'SELECT count(*) FROM "{table}"').fetchone()[0] for table in tables}
 
 
-def _make_empty(path: Path) -> None:
+@contextmanager
+def _named(copy: Path) -> Generator[None]:
+    """Say of what the operating system refused which file it was, and what helps."""
+    try:
+        yield
+    except AuthorityLost:
+        raise
+    except OSError as error:
+        raise LedgerUnavailable(
+            f"{copy} was not written.",
+            category="copy_unwritten",
+            why=f"uid {os.geteuid()}: {error}.{_LINKS if error.filename2 else ''}",
+            inspect=f"ls -ld {copy.parent}; df -h {copy.parent}",
+            next_command="make room there, or access, or name another place; then repeat the command",
+        ) from error
+
+
+def _make_empty(path: Path, like: Path | None = None) -> None:
+    """Make an empty file of mode 0600; made by root, it belongs to whom `like` belongs to."""
     path.touch(mode=0o600, exist_ok=False)
     path.chmod(0o600)
+    if like and os.geteuid() == 0:
+        os.chown(path, like.stat().st_uid, like.stat().st_gid)
 
 
 def _give_name(temporary: Path, destination: Path, *, replacing: bool) -> None:
