@@ -82,23 +82,25 @@ def assert_current(connection: Connection, claim: Claim, now: Now = None) -> int
     Inside a transaction everything it rests on stays locked until the end. The categories: ``marker_*`` and
     ``control_missing``; ``paused`` and ``epoch_replaced``; ``claim_lost`` and ``delegation_ended``.
     """
-    control = connection.execute("SELECT epoch, paused FROM assistant_control WHERE id = 1 <for share>").fetchone()
+    control = connection.execute(
+        """
+        SELECT control.epoch, control.paused, held.expires_at, <now> AS now
+          FROM (SELECT epoch, paused FROM assistant_control WHERE id = 1 <for share>) AS control
+          LEFT JOIN (SELECT expires_at FROM assistant_work
+                      WHERE id = ? AND generation = ? AND owner = ? AND epoch = ? AND session = ? AND subject = ? AND role = ?
+                        AND status = 'RUNNING' <for update>) AS held ON 1 = 1
+        """,
+        (claim.id, claim.generation, claim.owner, claim.epoch, claim.session, claim.subject, claim.role),
+    ).fetchone()
     marker = read_marker(connection.authority)
     if control is None:
         raise _lost(UNAVAILABLE, "control_missing", "The ledger has no row that names its epoch.")
     if control["paused"] or control["epoch"] != marker or claim.epoch != control["epoch"]:
         raise _lost(REPLACED, "paused" if control["paused"] else "epoch_replaced", f"The claim is of {claim.epoch}.")
     delegation = _delegation(connection, claim.id) if claim.role == RESEARCH else None
-    held = connection.execute(
-        """
-        SELECT expires_at FROM assistant_work
-         WHERE id = ? AND generation = ? AND owner = ? AND epoch = ? AND session = ? AND subject = ? AND role = ?
-           AND status = 'RUNNING' <for update>
-        """,
-        (claim.id, claim.generation, claim.owner, claim.epoch, claim.session, claim.subject, claim.role),
-    ).fetchone()
-    at = _at(connection, now)  # after the rows are ours: a wait must not make us judge by an old time
-    if held is None or held["expires_at"] <= at:
+    # After the rows are ours: a wait must not make us judge by an old time.
+    at = _at(connection, now, None if delegation else control["now"])
+    if control["expires_at"] is None or control["expires_at"] <= at:
         raise _lost(SUPERSEDED, "claim_lost", f"Generation {claim.generation} of {claim.id} is not held any more.")
     if delegation and (delegation["deadline"] <= at or delegation["parent_status"] == "CANCELED"):
         raise _lost(SUPERSEDED, "delegation_ended", f"What {claim.id} was delegated for is over.")
@@ -230,8 +232,8 @@ def claim_work(
     _require_names(owner)
     _require(0 < ttl <= MAX_TTL_SECONDS, f"A claim is for at most {MAX_TTL_SECONDS} seconds.")
     _require(0 < limit <= MAX_BATCH, f"One may claim 1 to {MAX_BATCH} items at once.")
-    epoch = admit(connection)
-    return _claim_admitted(connection, owner, limit, role, epoch, _at(connection, now), ttl)
+    epoch, told = admit(connection)
+    return _claim_admitted(connection, owner, limit, role, epoch, _at(connection, now, told), ttl)
 
 
 def _claim_admitted(  # noqa: PLR0917
@@ -247,7 +249,7 @@ def _claim_admitted(  # noqa: PLR0917
         # In the order of their sessions: two claimants of many must not wait for each other.
         for head in sorted(heads, key=lambda row: row["session"]):
             if head["deadline"] <= at or head["parent_status"] == "CANCELED":
-                _settle(connection, head["id"], "canceled", at, "", result="Its delegation is over.")
+                _settle(connection, head, "canceled", at, "", result="Its delegation is over.")
             else:
                 claims.append(_take(connection, head, owner, epoch, at, min(_later(at, ttl), head["deadline"])))
         heads = _heads(connection, role, limit - len(claims), at) if len(claims) < limit else []
@@ -270,7 +272,7 @@ def _give_back(connection: Connection, at: int) -> None:
     """Put what is due back into the queue: items whose worker is lost, and items whose delay is over."""
     lost = connection.execute(
         """
-        SELECT id, owner, losses FROM assistant_work WHERE status = 'RUNNING' AND expires_at <= ?
+        SELECT id, generation, session, owner, losses FROM assistant_work WHERE status = 'RUNNING' AND expires_at <= ?
          ORDER BY expires_at LIMIT ? <for update> <skip locked>
         """,
         (at, MAX_GIVEN_BACK),
@@ -278,7 +280,7 @@ def _give_back(connection: Connection, at: int) -> None:
     for row in lost:
         event = "lost" if row["losses"] + 1 < CRASH_LIMIT else "parked"
         evidence = f"Worker number {row['losses'] + 1} was lost over it: {row['owner']}."
-        _settle(connection, row["id"], event, at, row["owner"], result=evidence)
+        _settle(connection, row, event, at, row["owner"], result=evidence)
     connection.execute(
         """
         UPDATE assistant_work SET available_at = 0
@@ -297,7 +299,7 @@ def _heads(connection: Connection, role: str, limit: int, at: int) -> list[Row]:
     """
     return connection.execute(
         """
-        SELECT w.id, w.session, w.prompt, w.subject, w.role,
+        SELECT w.id, w.session, w.prompt, w.subject, w.role, w.generation,
                COALESCE((SELECT d.deadline FROM assistant_delegations d WHERE d.child_id = w.id), ?) AS deadline,
                (SELECT p.status FROM assistant_delegations d JOIN assistant_work p ON p.id = d.parent_id
                  WHERE d.child_id = w.id) AS parent_status,
@@ -317,13 +319,14 @@ def _heads(connection: Connection, role: str, limit: int, at: int) -> list[Row]:
 
 
 def _take(connection: Connection, head: Row, owner: str, epoch: str, at: int, until: int) -> Claim:  # noqa: PLR0917
-    generation = connection.execute(
+    connection.execute(
         """
         UPDATE assistant_work SET status = 'RUNNING', generation = generation + 1, owner = ?, epoch = ?, expires_at = ?
-         WHERE id = ? AND status = 'READY' RETURNING generation
+         WHERE id = ? AND status = 'READY'
         """,
         (owner, epoch, until, head["id"]),
-    ).rows[0]["generation"]
+    )
+    generation = head["generation"] + 1  # the row has been locked since it was read
     detail = {"generation": generation, "session": head["session"], "epoch": epoch}
     journal.record(connection, "work.claimed", head["id"], actor=owner, at=at, detail=detail)
     return Claim(head["id"], head["session"], head["prompt"], generation, owner, epoch, head["subject"], head["role"])
@@ -374,7 +377,7 @@ def finish_work(connection: Connection, claim: Claim, status: str, result: str =
     _require(status in FINAL, f"An item ends as one of {FINAL}.")
     _require_texts(result)
     at = assert_current(connection, claim, now)
-    _settle(connection, claim.id, status.lower(), at, claim.owner, result=result)
+    _settle(connection, claim, status.lower(), at, claim.owner, result=result)
     return at
 
 
@@ -395,7 +398,7 @@ def release(db: Database, claim: Claim, *, available_after: float = 0, now: Now 
     """Give the item back unfinished: a worker that stops in good order is no loss. Raises AuthorityLost."""
     with db.transaction() as connection:
         at = assert_current(connection, claim, now)
-        _settle(connection, claim.id, "released", at, claim.owner, available_after=available_after)
+        _settle(connection, claim, "released", at, claim.owner, available_after=available_after)
 
 
 def retry(db: Database, claim: Claim, reason: str, *, available_after: float = 0, now: Now = None) -> bool:
@@ -408,7 +411,7 @@ def retry(db: Database, claim: Claim, reason: str, *, available_after: float = 0
         at = assert_current(connection, claim, now)
         again = get_work(connection, claim.id)["retries_left"] > 0
         event = "retried" if again else "blocked"
-        _settle(connection, claim.id, event, at, claim.owner, result=reason, available_after=available_after)
+        _settle(connection, claim, event, at, claim.owner, result=reason, available_after=available_after)
     return again
 
 
@@ -453,15 +456,15 @@ def cancel(db: Database, work_id: str, *, actor: str = "", now: Now = None) -> N
         item = get_work(connection, work_id)
         if item["status"] in FINAL:
             raise IllegalMove(f"{work_id} was not canceled.", category="illegal_move", why=f"It is {item['status']}.")
-        _settle(connection, work_id, "canceled", _at(connection, now), actor, result=item["result"])
+        _settle(connection, item, "canceled", _at(connection, now), actor, result=item["result"])
 
 
 def revoke_all(connection: Connection, now: Now = None) -> dict[str, int]:
     """Take every claim away, as a restore must: what was RUNNING is READY, and each open item is a generation on."""
     at = _at(connection, now)
-    running = connection.execute("SELECT id, owner FROM assistant_work WHERE status = 'RUNNING' <for update>").rows
+    running = connection.execute("SELECT * FROM assistant_work WHERE status = 'RUNNING' <for update>").rows
     for row in running:
-        _settle(connection, row["id"], "revoked", at, row["owner"])
+        _settle(connection, row, "revoked", at, row["owner"])
     moved = connection.execute(
         "UPDATE assistant_work SET generation = generation + 1 WHERE status IN ('READY', 'PARKED')"
     )
@@ -470,7 +473,7 @@ def revoke_all(connection: Connection, now: Now = None) -> dict[str, int]:
 
 def _settle(
     connection: Connection,
-    work_id: str,
+    item: Claim | Row,
     event: str,
     at: int,
     actor: str,
@@ -478,26 +481,34 @@ def _settle(
     result: str = "",
     available_after: float = 0,
 ) -> None:
-    """End whatever claim there is on an item, and say so: the one way out of RUNNING. The event says where to."""
+    """End whatever claim there is on an item whose row is locked, and say so: the one way out of RUNNING.
+
+    The event says where to.
+    """
+    work_id, generation, session = (
+        (item.id, item.generation, item.session)
+        if isinstance(item, Claim)
+        else (item["id"], item["generation"], item["session"])
+    )
     status = event.upper() if event.upper() in (*FINAL, "PARKED") else "READY"
-    left = connection.execute(
+    connection.execute(
         """
         UPDATE assistant_work
            SET status = ?, owner = NULL, epoch = NULL, expires_at = NULL, available_at = ?, losses = losses + ?,
                retries_left = retries_left - ?, result = ?, finished_at = ?
-         WHERE id = ? RETURNING generation, session
+         WHERE id = ?
         """,
         (
             status,
             _later(at, available_after) if available_after else 0,
-            event in ("lost", "parked"),
-            event == "retried",
+            int(event in ("lost", "parked")),
+            int(event == "retried"),
             result,
             at if status in FINAL else None,
             work_id,
         ),
-    ).rows[0]
-    detail = {"generation": left["generation"], "session": left["session"]}
+    )
+    detail = {"generation": generation, "session": session}
     journal.record(connection, f"work.{event}", work_id, actor=actor, at=at, detail=detail)
 
 
@@ -560,8 +571,11 @@ def _require(holds: bool, why: str) -> None:  # noqa: FBT001
         raise IllegalMove("That is outside the bounds of the queue.", category="out_of_bounds", why=why)
 
 
-def _at(connection: Connection, now: Now) -> int:
-    return micros(connection.now()) if now is None else _micros(now)
+def _at(connection: Connection, now: Now, told: int | None = None) -> int:
+    """The time to judge by: the caller's, else what the server has told, else the ledger's own."""
+    if now is not None:
+        return _micros(now)
+    return micros(connection.now()) if told is None else told
 
 
 def _later(at: int, seconds: float) -> int:

@@ -28,7 +28,7 @@ from typing import Any
 
 from sovereign_agent import journal, outcomes
 from sovereign_agent.clock import EPOCH, Clock, micros
-from sovereign_agent.database import Connection, Database, Row, admit
+from sovereign_agent.database import Connection, Database, Row, require_admission
 from sovereign_agent.errors import (
     AlreadyHeld,
     AuthorityLost,
@@ -59,15 +59,23 @@ def new_process_identity() -> str:
     return new_id("proc")
 
 
-def next_token(connection: Connection) -> int:
-    """Mint the next fencing token.
+def admitted_token(connection: Connection) -> tuple[int, int | None]:
+    """Mint the next fencing token, if new authority may be granted here; with the server's time, if it has one.
 
     It holds the counter's row until the caller's transaction ends: whoever comes later gets the greater token.
+    Raises PolicyRefusal (``paused``) and AuthorityLost (``epoch_replaced``, ``marker_...``).
     """
-    row = connection.execute("UPDATE lease_tokens SET value = value + 1 WHERE id = 1 RETURNING value").fetchone()
+    row = connection.execute(
+        """
+        UPDATE lease_tokens SET value = value + 1 WHERE id = 1
+        RETURNING value, (SELECT epoch FROM assistant_control WHERE id = 1 <for share>) AS epoch,
+                  (SELECT paused FROM assistant_control WHERE id = 1 <for share>) AS paused, <now> AS now
+        """
+    ).fetchone()
     if row is None:
         raise ConstraintBroken("The token counter is gone.", category="counter_missing", inspect="table lease_tokens")
-    return int(row[0])
+    require_admission(connection, row)
+    return row["value"], row["now"]
 
 
 # --- actor leases -----------------------------------------------------------------------------------------
@@ -89,9 +97,8 @@ def acquire_actor_lease(
     Property 1)
     """
     with db.transaction() as connection:
-        token = next_token(connection)
-        admit(connection)
-        now = db.now(clock)  # after the counter's row is ours: a wait must not make us judge by an old time
+        token, told = admitted_token(connection)
+        now = db.now(clock, told)  # after the counter's row is ours: a wait must not make us judge by an old time
         taken = connection.execute(
             """
             INSERT INTO actor_leases (actor_id, process_identity, fencing_token, acquired_at, expires_at)
@@ -254,8 +261,7 @@ def acquire_execution_attempt(
     Refusal (``assignment_missing``), PolicyRefusal (``paused``).
     """
     with db.immediate() as connection:
-        token = next_token(connection)
-        admit(connection)
+        token, _ = admitted_token(connection)
         lease = connection.execute("SELECT * FROM actor_leases WHERE actor_id = ? <for share>", (actor_id,)).fetchone()
         held = active_attempt(connection, assignment_id)
         now = db.now(clock)

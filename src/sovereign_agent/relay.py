@@ -13,9 +13,9 @@ from datetime import datetime, timedelta
 
 from sovereign_agent import journal
 from sovereign_agent.clock import Clock, micros
-from sovereign_agent.database import Connection, Database, Row, admit
+from sovereign_agent.database import Connection, Database, Row
 from sovereign_agent.errors import AlreadyHeld, AuthorityLost, IllegalMove, PolicyRefusal, Refusal, wrong_state
-from sovereign_agent.fencing import next_token
+from sovereign_agent.fencing import admitted_token
 from sovereign_agent.outcomes import there
 from sovereign_agent.records import Message, MessageState, from_row, new_id
 
@@ -99,9 +99,8 @@ def claim(
         message = _addressed(connection, message_id, actor_id)
         if message.claim_owner == actor_id and _is_own_claim(message, actor_id, db.now(clock)):
             return message
-        token = next_token(connection)
-        admit(connection)
-        now = db.now(clock)
+        token, told = admitted_token(connection)
+        now = db.now(clock, told)
         taken = connection.execute(
             """
             UPDATE messages

@@ -27,7 +27,8 @@ from sovereign_agent.errors import LedgerFault, LedgerUnavailable, SovereignErro
 from sovereign_agent.storage import engine
 from sovereign_agent.storage.engine import Connection, Result, Value
 
-_WORDS = {"<for update>": "FOR UPDATE", "<for share>": "FOR SHARE", "<skip locked>": "SKIP LOCKED"}
+_NOW = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+_WORDS = {"<for update>": "FOR UPDATE", "<for share>": "FOR SHARE", "<skip locked>": "SKIP LOCKED", "<now>": _NOW}
 _SCHEMA_WORDS = {
     "<identity>": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
     "<integer>": "BIGINT",
@@ -122,7 +123,7 @@ class PostgresConnection(Connection):
         return self._raw.info.transaction_status == TransactionStatus.INTRANS
 
     def now(self) -> datetime:
-        row = self._run("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint", ()).fetchone()
+        row = self._run("SELECT <now>", ()).fetchone()
         return moment(row[0] if row else 0)
 
     def tables(self) -> set[str]:
