@@ -85,10 +85,10 @@ def assert_current(connection: Connection, claim: Claim, now: Now = None) -> int
     control = connection.execute(
         """
         SELECT control.epoch, control.paused, held.expires_at, <now> AS now
-          FROM (SELECT epoch, paused FROM assistant_control WHERE id = 1 <for share>) AS control
-          LEFT JOIN (SELECT expires_at FROM assistant_work
-                      WHERE id = ? AND generation = ? AND owner = ? AND epoch = ? AND session = ? AND subject = ? AND role = ?
-                        AND status = 'RUNNING' <for update>) AS held ON 1 = 1
+          FROM (SELECT epoch, paused FROM assistant_control WHERE id = 1 <for share>) AS control LEFT JOIN
+              (SELECT expires_at FROM assistant_work
+                WHERE id = ? AND generation = ? AND owner = ? AND epoch = ? AND session = ? AND subject = ? AND role = ?
+                  AND status = 'RUNNING' <for update>) AS held ON 1 = 1
         """,
         (claim.id, claim.generation, claim.owner, claim.epoch, claim.session, claim.subject, claim.role),
     ).fetchone()

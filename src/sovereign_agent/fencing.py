@@ -82,12 +82,7 @@ def admitted_token(connection: Connection) -> tuple[int, int | None]:
 
 
 def acquire_actor_lease(
-    db: Database,
-    actor_id: str,
-    process_identity: str,
-    *,
-    ttl: timedelta = ACTOR_LEASE_TTL,
-    clock: Clock | None = None,
+    db: Database, actor_id: str, process_identity: str, *, ttl: timedelta = ACTOR_LEASE_TTL, clock: Clock | None = None
 ) -> ActorLease:
     """Take the right to host an actor, free or run out, for `ttl`.
 
@@ -156,12 +151,7 @@ def renew_lease(
 
 
 def acquire_or_renew_actor_lease(
-    db: Database,
-    actor_id: str,
-    process_identity: str,
-    *,
-    ttl: timedelta = ACTOR_LEASE_TTL,
-    clock: Clock | None = None,
+    db: Database, actor_id: str, process_identity: str, *, ttl: timedelta = ACTOR_LEASE_TTL, clock: Clock | None = None
 ) -> ActorLease:
     """Extend this process's own lease where it holds one, else take it. Raises AlreadyHeld."""
     try:
@@ -262,9 +252,17 @@ def acquire_execution_attempt(
     """
     with db.immediate() as connection:
         token, _ = admitted_token(connection)
-        lease = connection.execute("SELECT * FROM actor_leases WHERE actor_id = ? <for share>", (actor_id,)).fetchone()
-        held = active_attempt(connection, assignment_id)
-        now = db.now(clock)
+        lease = connection.execute(
+            """
+            SELECT lease.process_identity, lease.fencing_token, lease.expires_at, held.id AS held, <now> AS now
+              FROM (SELECT * FROM actor_leases WHERE actor_id = ? <for share>) AS lease
+              LEFT JOIN (SELECT id FROM execution_attempts WHERE assignment_id = ? AND status = 'ACTIVE' <for update>)
+                   AS held ON 1 = 1
+            """,
+            (actor_id, assignment_id),
+        ).fetchone()
+        now = db.now(clock, lease["now"] if lease else None)
+        held = active_attempt(connection, assignment_id) if lease and lease["held"] else None
         if not _is_current(lease, process_identity, actor_lease_fencing_token, now):
             raise actor_lease_lost(actor_id, actor_lease_fencing_token)
         if held and not EPOCH <= held.expires_at <= now:
@@ -277,18 +275,19 @@ def acquire_execution_attempt(
         else:
             outcomes.start_assignment(connection, assignment_id, actor_id, attempt_id, now=now)
         ids = (attempt_id, assignment_id, actor_id, process_identity, token, actor_lease_fencing_token)
-        times = (micros(now), micros(now + min(ttl, maximum)), micros(now + maximum))
-        where = (host, journal.to_json(dict(process or {})), micros(now))
-        inserted = connection.execute(
+        until, deadline, evidence = now + min(ttl, maximum), now + maximum, dict(process or {})
+        times = (micros(now), micros(until), micros(deadline))
+        where = (host, journal.to_json(evidence), micros(now))
+        connection.execute(
             """
             INSERT INTO execution_attempts (id, assignment_id, actor_id, process_identity, fencing_token,
                                             actor_lease_fencing_token, status, acquired_at, expires_at, deadline,
                                             host, process, progress_at)
-            VALUES (?, ?, ?, ?, ?, ?, 'ACTIVE', ?, ?, ?, ?, ?, ?) RETURNING *
+            VALUES (?, ?, ?, ?, ?, ?, 'ACTIVE', ?, ?, ?, ?, ?, ?)
             """,
             (*ids, *times, *where),
         )
-        return from_row(ExecutionAttempt, inserted.rows[0])
+        return ExecutionAttempt(*ids, AttemptStatus.ACTIVE, now, until, deadline, host, evidence, now)
 
 
 def active_attempt(connection: Connection, assignment_id: str) -> ExecutionAttempt | None:

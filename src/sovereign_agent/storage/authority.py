@@ -130,7 +130,7 @@ def admit(connection: Connection) -> tuple[str, int | None]:
           FROM (SELECT epoch, paused FROM assistant_control WHERE id = 1 <for share>) AS control
         """
     ).fetchone()
-    return require_admission(connection, row), row and row["now"]
+    return require_admission(connection, row), row["now"] if row else None
 
 
 def require_admission(connection: Connection, row: Row | None) -> str:

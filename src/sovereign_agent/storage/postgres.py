@@ -92,15 +92,15 @@ class NamedRow(tuple[Any, ...]):
 
 
 @lru_cache(maxsize=1024)
-def _row_type(names: tuple[str, ...]) -> type[NamedRow]:
+def _row_type(columns: tuple[bytes | None, ...]) -> type[NamedRow]:
+    names = tuple([name.decode() for name in columns if name])
     index = {name: position for position, name in reversed([*enumerate(names)])}
     return type("Row", (NamedRow,), {"__slots__": (), "_names": names, "_index": index})
 
 
 def _named_rows(cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], NamedRow]:
     answer = cursor.pgresult
-    names = [answer.fname(column) for column in range(answer.nfields)] if answer else []
-    return _row_type(tuple([name.decode() for name in names if name]))
+    return _row_type(tuple([answer.fname(column) for column in range(answer.nfields)]) if answer else ())
 
 
 class PostgresConnection(Connection):
@@ -120,7 +120,7 @@ class PostgresConnection(Connection):
 
     @property
     def in_transaction(self) -> bool:
-        return self._raw.info.transaction_status == TransactionStatus.INTRANS
+        return self._raw.pgconn.transaction_status == TransactionStatus.INTRANS
 
     def now(self) -> datetime:
         row = self._run("SELECT <now>", ()).fetchone()
@@ -153,7 +153,8 @@ class PostgresConnection(Connection):
             self._raw = self._connect()
         try:
             cursor = self._raw.execute(cast("LiteralString", render(sql)), params)
-            rows = cursor.fetchall() if cursor.description else []
+            answer = cursor.pgresult  # whose columns can be counted; the cursor's description is made anew each time
+            rows = cursor.fetchall() if answer and answer.nfields else []
             return Result(cast("list[Any]", rows), cursor.rowcount)
         except psycopg.Error as error:
             if error.diag.source_function != _OLD_PLAN:
