@@ -138,21 +138,20 @@ class PostgresConnection(Connection):
 
     def _connect(self) -> psycopg.Connection[NamedRow]:
         try:
-            return psycopg.Connection[NamedRow].connect(
-                **self._conninfo,
-                autocommit=True,
-                row_factory=_named_rows,
-                context=_ADAPTERS,
+            raw = psycopg.Connection[NamedRow].connect(
+                **self._conninfo, autocommit=True, row_factory=_named_rows, context=_ADAPTERS
             )
         except psycopg.Error as error:
             raise self._translated(error) from error
+        self._cursor = raw.cursor()  # one for all statements, because each answer is read to its end
+        return raw
 
     def _run(self, sql: str, params: tuple[Value, ...]) -> Result:
         if self._raw.closed and self._owner is None:
             self._require_usable()
             self._raw = self._connect()
         try:
-            cursor = self._raw.execute(cast("LiteralString", render(sql)), params)
+            cursor = self._cursor.execute(cast("LiteralString", render(sql)), params)
             answer = cursor.pgresult  # whose columns can be counted; the cursor's description is made anew each time
             rows = cursor.fetchall() if answer and answer.nfields else []
             return Result(cast("list[Any]", rows), cursor.rowcount)
@@ -179,19 +178,19 @@ class PostgresConnection(Connection):
         begin = cast("LiteralString", f"BEGIN; {_LEDGER_LOCK}" if ledger_lock else "BEGIN")
         try:
             try:
-                self._raw.execute(begin, prepare=False)
+                self._cursor.execute(begin, prepare=False)
             except psycopg.Error:
                 if not self._raw.closed:
                     raise
                 self._raw = self._connect()  # the old session had been cut while it was idle
-                self._raw.execute(begin, prepare=False)
+                self._cursor.execute(begin, prepare=False)
         except psycopg.Error as error:
             self._abandon()
             raise self._translated(error) from error
 
     def _commit(self) -> None:
         try:
-            tag = self._raw.execute("COMMIT").statusmessage
+            tag = self._cursor.execute("COMMIT").statusmessage
         except psycopg.Error as error:
             raise self._translated(error) from error
         if tag != "COMMIT":
