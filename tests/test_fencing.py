@@ -98,7 +98,7 @@ def test_a_waiter_becomes_the_later_holder_with_the_greater_token_and_judges_by_
     fencing.acquire_actor_lease(db, ACTOR, RED, clock=clock)
     with ThreadPoolExecutor() as pool:
         with db.transaction() as connection:
-            token = fencing.next_token(connection)
+            token = fencing.admitted_token(connection)[0]
             waiter = pool.submit(in_a_session, location, fencing.acquire_actor_lease, ACTOR, BLUE, clock=clock)
             until_blocked(db, waiter)
             connection.execute("UPDATE actor_leases SET fencing_token = ?", (token,))

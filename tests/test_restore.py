@@ -80,7 +80,7 @@ def _write_pairs(pipe: Any, location: Any) -> None:
     db, number = location.open(), 0
     while True:
         with db.immediate() as connection:
-            number = fencing.next_token(connection)
+            number = fencing.admitted_token(connection)[0]
             journal.record(connection, "pair", str(number), actor="a", at=db.now(), detail={"text": "x" * 2000})
         if number == 20:
             pipe.send("writing")

@@ -22,14 +22,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from sovereign_agent import journal
 from sovereign_agent.clock import LAST_MICROS, micros
 from sovereign_agent.database import Connection, Database, Row, admit, read_marker
 from sovereign_agent.errors import AuthorityLost, ConstraintBroken, Contention, IllegalMove, PolicyRefusal, Refusal
-from sovereign_agent.records import new_id
+from sovereign_agent.records import Claim, new_id
 
 T = TypeVar("T")
 Now = float | None
@@ -63,20 +62,6 @@ _ONE_PER_SESSION = re.compile("assistant_work_one_running_per_session|assistant_
 _NUL_IN_JSON = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """The right to work on one item until its time runs out. It proves nothing by itself: `assert_current` does."""
-
-    id: str
-    session: str
-    prompt: str
-    generation: int
-    owner: str
-    epoch: str
-    subject: str
-    role: str
-
-
 # --- the fence --------------------------------------------------------------------------------------------
 
 
@@ -86,23 +71,25 @@ def assert_current(connection: Connection, claim: Claim, now: Now = None) -> int
     Inside a transaction everything it rests on stays locked until the end. The categories: ``marker_*`` and
     ``control_missing``; ``paused`` and ``epoch_replaced``; ``claim_lost`` and ``delegation_ended``.
     """
-    control = connection.execute("SELECT epoch, paused FROM assistant_control WHERE id = 1 <for share>").fetchone()
+    delegation = _delegation(connection, claim.id) if claim.role == RESEARCH else None
+    control = connection.execute(
+        """
+        SELECT control.epoch, control.paused, held.expires_at, <now> AS now
+          FROM (SELECT epoch, paused FROM assistant_control WHERE id = 1 <for share>) AS control LEFT JOIN
+              (SELECT expires_at FROM assistant_work
+                WHERE id = ? AND generation = ? AND owner = ? AND epoch = ? AND session = ? AND subject = ? AND role = ?
+                  AND status = 'RUNNING' <for update>) AS held ON 1 = 1
+        """,
+        (claim.id, claim.generation, claim.owner, claim.epoch, claim.session, claim.subject, claim.role),
+    ).fetchone()
     marker = read_marker(connection.authority)
     if control is None:
         raise _lost(UNAVAILABLE, "control_missing", "The ledger has no row that names its epoch.")
     if control["paused"] or control["epoch"] != marker or claim.epoch != control["epoch"]:
         raise _lost(REPLACED, "paused" if control["paused"] else "epoch_replaced", f"The claim is of {claim.epoch}.")
-    delegation = _delegation(connection, claim.id) if claim.role == RESEARCH else None
-    held = connection.execute(
-        """
-        SELECT expires_at FROM assistant_work
-         WHERE id = ? AND generation = ? AND owner = ? AND epoch = ? AND session = ? AND subject = ? AND role = ?
-           AND status = 'RUNNING' <for update>
-        """,
-        (claim.id, claim.generation, claim.owner, claim.epoch, claim.session, claim.subject, claim.role),
-    ).fetchone()
-    at = _at(connection, now)  # after the rows are ours: a wait must not make us judge by an old time
-    if held is None or held["expires_at"] <= at:
+    # After the rows are ours: a wait must not make us judge by an old time.
+    at = _at(connection, now, control["now"])
+    if control["expires_at"] is None or control["expires_at"] <= at:
         raise _lost(SUPERSEDED, "claim_lost", f"Generation {claim.generation} of {claim.id} is not held any more.")
     if delegation and (delegation["deadline"] <= at or delegation["parent_status"] == "CANCELED"):
         raise _lost(SUPERSEDED, "delegation_ended", f"What {claim.id} was delegated for is over.")
@@ -110,7 +97,8 @@ def assert_current(connection: Connection, claim: Claim, now: Now = None) -> int
 
 
 def _delegation(connection: Connection, child_id: str) -> Row | None:
-    """What a child stands on, its parent's row locked; None for an item that nobody delegated."""
+    """What a child stands on, its parent's row locked after the control row; None for an item that nobody delegated."""
+    connection.execute("SELECT 1 FROM assistant_control <for share>")
     return connection.execute(
         """
         SELECT d.deadline, parent.status AS parent_status
@@ -173,9 +161,8 @@ def enqueue_work(connection: Connection, batch: Sequence[tuple[str, str, str]], 
     common = (extras.get("role", SHOP), extras.get("subject", ""), extras.get("control", False))
     _require(len(batch) <= MAX_BATCH, f"A batch has at most {MAX_BATCH} items.")
     _require(extras.keys() <= _EXTRAS, f"What can be said of an item besides is {sorted(_EXTRAS)}.")
-    _require(
-        retries >= 0 and all(prompt for _, _, prompt in batch), "An item has a prompt, and no fewer than 0 retries."
-    )
+    sound = retries >= 0 and all(prompt for _, _, prompt in batch)
+    _require(sound, "An item has a prompt, and no fewer than 0 retries.")
     _require_names(common[0], common[1] or SHOP, *[name for origin, session, _ in batch for name in (origin, session)])
     _require_texts(*[prompt for _, _, prompt in batch])
     ends = (_later(at, delay) if delay else 0, retries, at)
@@ -215,8 +202,7 @@ def is_waiting(connection: Connection, role: str = SHOP, *, now: Now = None) -> 
         """
         SELECT EXISTS (SELECT 1 FROM assistant_work w WHERE w.role = ? AND w.status = 'READY' AND w.available_at = 0)
                OR EXISTS (SELECT 1 FROM assistant_work l WHERE l.status = 'RUNNING' AND l.expires_at <= ?)
-               OR EXISTS (SELECT 1 FROM assistant_work d
-                           WHERE d.status = 'READY' AND d.available_at > 0 AND d.available_at <= ?)
+            OR EXISTS (SELECT 1 FROM assistant_work WHERE status = 'READY' AND available_at > 0 AND available_at <= ?)
         """,
         (role, *[_at(connection, now)] * 2),
     )
@@ -248,8 +234,8 @@ def claim_work(
     _require_names(owner)
     _require(0 < ttl <= MAX_TTL_SECONDS, f"A claim is for at most {MAX_TTL_SECONDS} seconds.")
     _require(0 < limit <= MAX_BATCH, f"One may claim 1 to {MAX_BATCH} items at once.")
-    epoch = admit(connection)
-    return _claim_admitted(connection, owner, limit, role, epoch, _at(connection, now), ttl)
+    epoch, told = admit(connection)
+    return _claim_admitted(connection, owner, limit, role, epoch, _at(connection, now, told), ttl)
 
 
 def _claim_admitted(  # noqa: PLR0917
@@ -315,7 +301,7 @@ def _heads(connection: Connection, role: str, limit: int, at: int) -> list[Row]:
     """
     return connection.execute(
         """
-        SELECT w.id, w.session, w.prompt, w.subject, w.role,
+        SELECT w.id, w.session, w.prompt, w.subject, w.role, w.generation,
                COALESCE((SELECT d.deadline FROM assistant_delegations d WHERE d.child_id = w.id), ?) AS deadline,
                (SELECT p.status FROM assistant_delegations d JOIN assistant_work p ON p.id = d.parent_id
                  WHERE d.child_id = w.id) AS parent_status,
@@ -335,13 +321,14 @@ def _heads(connection: Connection, role: str, limit: int, at: int) -> list[Row]:
 
 
 def _take(connection: Connection, head: Row, owner: str, epoch: str, at: int, until: int) -> Claim:  # noqa: PLR0917
-    generation = connection.execute(
+    connection.execute(
         """
         UPDATE assistant_work SET status = 'RUNNING', generation = generation + 1, owner = ?, epoch = ?, expires_at = ?
-         WHERE id = ? AND status = 'READY' RETURNING generation
+         WHERE id = ? AND status = 'READY'
         """,
         (owner, epoch, until, head["id"]),
-    ).rows[0]["generation"]
+    )
+    generation = head["generation"] + 1  # the row has been locked since it was read
     detail = {"generation": generation, "session": head["session"], "epoch": epoch}
     journal.record(connection, "work.claimed", head["id"], actor=owner, at=at, detail=detail)
     return Claim(head["id"], head["session"], head["prompt"], generation, owner, epoch, head["subject"], head["role"])
@@ -498,7 +485,10 @@ def _settle(
     result: str = "",
     available_after: float = 0,
 ) -> None:
-    """End whatever claim there is on an item, and say so: the one way out of RUNNING. The event says where to."""
+    """End whatever claim there is on an item, and say so: the one way out of RUNNING. The event says where to.
+
+    The children of an item that ends are called off with it.
+    """
     status = event.upper() if event.upper() in (*FINAL, "PARKED") else "READY"
     left = connection.execute(
         """
@@ -512,8 +502,8 @@ def _settle(
         (
             status,
             _later(at, available_after) if available_after else 0,
-            event in ("lost", "parked"),
-            event == "retried",
+            int(event in ("lost", "parked")),
+            int(event == "retried"),
             result,
             at if status in FINAL else None,
             work_id,
@@ -524,7 +514,8 @@ def _settle(
     if left["delegated"] and status in FINAL:
         children = connection.execute(
             """
-            SELECT id FROM assistant_work WHERE id IN (SELECT child_id FROM assistant_delegations WHERE parent_id = ?)
+            SELECT id FROM assistant_work
+             WHERE id IN (SELECT child_id FROM assistant_delegations WHERE parent_id = ?)
                AND status IN ('READY', 'RUNNING', 'PARKED') ORDER BY seq <for update>
             """,
             (work_id,),
@@ -546,18 +537,16 @@ def get_work(connection: Connection, work_id: str) -> Row:
 
 def count_open(connection: Connection, *, limit: int = MAX_COUNTED) -> dict[str, int]:
     """How many items are not finished, by kind, each counted up to `limit`; `delayed` ones are ready later."""
-    row = connection.execute(
+    found = connection.execute(
         """
-        SELECT (SELECT count(*) FROM (SELECT 1 FROM assistant_work WHERE status = 'RUNNING' LIMIT ?) AS a) AS running,
-        (SELECT count(*) FROM (SELECT 1 FROM assistant_work WHERE status = 'READY' AND available_at = 0 LIMIT ?) AS b)
-        AS ready,
-        (SELECT count(*) FROM (SELECT 1 FROM assistant_work WHERE status = 'READY' AND available_at > 0 LIMIT ?) AS c)
-        AS delayed,
-        (SELECT count(*) FROM (SELECT 1 FROM assistant_work WHERE status = 'PARKED' LIMIT ?) AS d) AS parked
+        SELECT (SELECT count(*) FROM (SELECT 1 FROM assistant_work WHERE status = 'RUNNING' LIMIT ?) a) running,
+   (SELECT count(*) FROM (SELECT 1 FROM assistant_work WHERE status = 'READY' AND available_at = 0 LIMIT ?) b) ready,
+   (SELECT count(*) FROM (SELECT 1 FROM assistant_work WHERE status = 'READY' AND available_at > 0 LIMIT ?) c) delayed,
+               (SELECT count(*) FROM (SELECT 1 FROM assistant_work WHERE status = 'PARKED' LIMIT ?) d) parked
         """,
         (limit,) * 4,
-    ).rows[0]
-    return dict(row)
+    )
+    return dict(found.rows[0])
 
 
 def open_work(connection: Connection, *, limit: int = 100) -> list[Row]:
@@ -610,8 +599,11 @@ def _require(holds: bool, why: str) -> None:  # noqa: FBT001
         raise IllegalMove("That is outside the bounds of the queue.", category="out_of_bounds", why=why)
 
 
-def _at(connection: Connection, now: Now) -> int:
-    return micros(connection.now()) if now is None else _micros(now)
+def _at(connection: Connection, now: Now, told: int | None = None) -> int:
+    """The time to judge by: the caller's, else what the server has told, else the ledger's own."""
+    if now is not None:
+        return _micros(now)
+    return micros(connection.now()) if told is None else told
 
 
 def _later(at: int, seconds: float) -> int:

@@ -24,7 +24,7 @@ from pathlib import Path
 from sovereign_agent.clock import Clock, micros, moment
 from sovereign_agent.errors import ConfigurationFault, LedgerUnavailable, SovereignError
 from sovereign_agent.storage import authority, migrate, sqlite_backup
-from sovereign_agent.storage.authority import Control, admit, read_marker
+from sovereign_agent.storage.authority import Control, admit, read_marker, require_admission
 from sovereign_agent.storage.engine import Connection, Migration, Result, Row, Transaction, Value, refuse_fork
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "admit",
     "authority",
     "read_marker",
+    "require_admission",
     "sqlite_backup",
 ]
 
@@ -222,11 +223,16 @@ class Database:
         """``sqlite`` or ``postgresql``."""
         return "postgresql" if self._url else "sqlite"
 
-    def now(self, clock: Clock | None = None) -> datetime:
-        """The time to judge by, in UTC: `clock`'s, else the injected one, else the engine's own."""
+    def now(self, clock: Clock | None = None, told: int | None = None) -> datetime:
+        """The time to judge by, in UTC: `clock`'s, else the injected one, else the engine's own.
+
+        `told` is what a statement has just answered for ``<now>``: it spares the server a question.
+        """
         chosen = clock or self._clock
         # In UTC, because adding a TTL in a zone of its own counts the hands of the clock, not the time that passes.
-        return moment(micros(chosen())) if chosen else self.connection.now()
+        if chosen is None:
+            return self.connection.now() if told is None else moment(told)
+        return moment(micros(chosen()))
 
     def clock(self) -> datetime:
         """The ledger's clock, as a `Clock`."""

@@ -28,7 +28,7 @@ from typing import Any
 
 from sovereign_agent import journal, outcomes
 from sovereign_agent.clock import EPOCH, Clock, micros
-from sovereign_agent.database import Connection, Database, Row, admit
+from sovereign_agent.database import Connection, Database, Row, require_admission
 from sovereign_agent.errors import (
     AlreadyHeld,
     AuthorityLost,
@@ -59,27 +59,30 @@ def new_process_identity() -> str:
     return new_id("proc")
 
 
-def next_token(connection: Connection) -> int:
-    """Mint the next fencing token.
+def admitted_token(connection: Connection) -> tuple[int, int | None]:
+    """Mint the next fencing token, if new authority may be granted here; with the server's time, if it has one.
 
     It holds the counter's row until the caller's transaction ends: whoever comes later gets the greater token.
+    Raises PolicyRefusal (``paused``) and AuthorityLost (``epoch_replaced``, ``marker_...``).
     """
-    row = connection.execute("UPDATE lease_tokens SET value = value + 1 WHERE id = 1 RETURNING value").fetchone()
+    row = connection.execute(
+        """
+        UPDATE lease_tokens SET value = value + 1 WHERE id = 1
+        RETURNING value, (SELECT epoch FROM assistant_control WHERE id = 1 <for share>) AS epoch,
+                  (SELECT paused FROM assistant_control WHERE id = 1 <for share>) AS paused, <now> AS now
+        """
+    ).fetchone()
     if row is None:
         raise ConstraintBroken("The token counter is gone.", category="counter_missing", inspect="table lease_tokens")
-    return int(row[0])
+    require_admission(connection, row)
+    return row["value"], row["now"]
 
 
 # --- actor leases -----------------------------------------------------------------------------------------
 
 
 def acquire_actor_lease(
-    db: Database,
-    actor_id: str,
-    process_identity: str,
-    *,
-    ttl: timedelta = ACTOR_LEASE_TTL,
-    clock: Clock | None = None,
+    db: Database, actor_id: str, process_identity: str, *, ttl: timedelta = ACTOR_LEASE_TTL, clock: Clock | None = None
 ) -> ActorLease:
     """Take the right to host an actor, free or run out, for `ttl`.
 
@@ -89,9 +92,8 @@ def acquire_actor_lease(
     Property 1)
     """
     with db.transaction() as connection:
-        token = next_token(connection)
-        admit(connection)
-        now = db.now(clock)  # after the counter's row is ours: a wait must not make us judge by an old time
+        token, told = admitted_token(connection)
+        now = db.now(clock, told)  # after the counter's row is ours: a wait must not make us judge by an old time
         taken = connection.execute(
             """
             INSERT INTO actor_leases (actor_id, process_identity, fencing_token, acquired_at, expires_at)
@@ -149,12 +151,7 @@ def renew_lease(
 
 
 def acquire_or_renew_actor_lease(
-    db: Database,
-    actor_id: str,
-    process_identity: str,
-    *,
-    ttl: timedelta = ACTOR_LEASE_TTL,
-    clock: Clock | None = None,
+    db: Database, actor_id: str, process_identity: str, *, ttl: timedelta = ACTOR_LEASE_TTL, clock: Clock | None = None
 ) -> ActorLease:
     """Extend this process's own lease where it holds one, else take it. Raises AlreadyHeld."""
     try:
@@ -254,11 +251,18 @@ def acquire_execution_attempt(
     Refusal (``assignment_missing``), PolicyRefusal (``paused``).
     """
     with db.immediate() as connection:
-        token = next_token(connection)
-        admit(connection)
-        lease = connection.execute("SELECT * FROM actor_leases WHERE actor_id = ? <for share>", (actor_id,)).fetchone()
-        held = active_attempt(connection, assignment_id)
-        now = db.now(clock)
+        token, _ = admitted_token(connection)
+        lease = connection.execute(
+            """
+            SELECT lease.process_identity, lease.fencing_token, lease.expires_at, held.id AS held, <now> AS now
+              FROM (SELECT * FROM actor_leases WHERE actor_id = ? <for share>) AS lease
+              LEFT JOIN (SELECT id FROM execution_attempts WHERE assignment_id = ? AND status = 'ACTIVE' <for update>)
+                   AS held ON 1 = 1
+            """,
+            (actor_id, assignment_id),
+        ).fetchone()
+        now = db.now(clock, lease["now"] if lease else None)
+        held = active_attempt(connection, assignment_id) if lease and lease["held"] else None
         if not _is_current(lease, process_identity, actor_lease_fencing_token, now):
             raise actor_lease_lost(actor_id, actor_lease_fencing_token)
         if held and not EPOCH <= held.expires_at <= now:
@@ -271,18 +275,19 @@ def acquire_execution_attempt(
         else:
             outcomes.start_assignment(connection, assignment_id, actor_id, attempt_id, now=now)
         ids = (attempt_id, assignment_id, actor_id, process_identity, token, actor_lease_fencing_token)
-        times = (micros(now), micros(now + min(ttl, maximum)), micros(now + maximum))
-        where = (host, journal.to_json(dict(process or {})), micros(now))
-        inserted = connection.execute(
+        until, deadline, evidence = now + min(ttl, maximum), now + maximum, dict(process or {})
+        times = (micros(now), micros(until), micros(deadline))
+        where = (host, journal.to_json(evidence), micros(now))
+        connection.execute(
             """
             INSERT INTO execution_attempts (id, assignment_id, actor_id, process_identity, fencing_token,
                                             actor_lease_fencing_token, status, acquired_at, expires_at, deadline,
                                             host, process, progress_at)
-            VALUES (?, ?, ?, ?, ?, ?, 'ACTIVE', ?, ?, ?, ?, ?, ?) RETURNING *
+            VALUES (?, ?, ?, ?, ?, ?, 'ACTIVE', ?, ?, ?, ?, ?, ?)
             """,
             (*ids, *times, *where),
         )
-        return from_row(ExecutionAttempt, inserted.rows[0])
+        return ExecutionAttempt(*ids, AttemptStatus.ACTIVE, now, until, deadline, host, evidence, now)
 
 
 def active_attempt(connection: Connection, assignment_id: str) -> ExecutionAttempt | None:

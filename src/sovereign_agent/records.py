@@ -42,15 +42,15 @@ def new_id(prefix: str) -> str:
 
 def from_row(kind: type[T], row: Named) -> T:
     """The record that a row of its table holds: times as moments, states as enumerations, JSON as what it says."""
-    return kind(**{name: read(row[name]) for name, read in _readers(kind).items()})
+    return kind(**{name: read(row[name]) if read else row[name] for name, read in _readers(kind).items()})
 
 
 @cache
-def _readers(kind: type) -> Mapping[str, Callable[[Any], Any]]:
+def _readers(kind: type) -> Mapping[str, Callable[[Any], Any] | None]:
     return {name: _reader(hint) for name, hint in get_type_hints(kind).items()}
 
 
-def _reader(hint: Any) -> Callable[[Any], Any]:
+def _reader(hint: Any) -> Callable[[Any], Any] | None:
     if hint is datetime:
         return moment
     if hint == datetime | None:
@@ -59,7 +59,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return _object
     if hint == tuple[str, ...]:
         return _names
-    return hint if isinstance(hint, type) and issubclass(hint, (StrEnum, bool)) else lambda stored: stored
+    return hint if isinstance(hint, type) and issubclass(hint, (StrEnum, bool)) else None
 
 
 def _object(stored: str) -> dict[str, Any]:
@@ -315,3 +315,17 @@ class Verdict:
     passed: bool
     reason: str
     detail: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to work on one item until its time runs out. It proves nothing by itself: `assert_current` does."""
+
+    id: str
+    session: str
+    prompt: str
+    generation: int
+    owner: str
+    epoch: str
+    subject: str
+    role: str

@@ -13,9 +13,9 @@ from datetime import datetime, timedelta
 
 from sovereign_agent import journal
 from sovereign_agent.clock import Clock, micros
-from sovereign_agent.database import Connection, Database, Row, admit
+from sovereign_agent.database import Connection, Database, Row
 from sovereign_agent.errors import AlreadyHeld, AuthorityLost, IllegalMove, PolicyRefusal, Refusal, wrong_state
-from sovereign_agent.fencing import next_token
+from sovereign_agent.fencing import admitted_token
 from sovereign_agent.outcomes import there
 from sovereign_agent.records import Message, MessageState, from_row, new_id
 
@@ -36,16 +36,15 @@ def send(db: Database, sender: str, recipient: str, subject: str, body: str, *, 
     message_id = new_id("msg")
     with db.transaction() as connection:
         now = db.now(clock)
-        sent = connection.execute(
+        connection.execute(
             """
             INSERT INTO messages (id, sender, recipient, subject, body, state, ready_at, created_at)
             VALUES (?, ?, ?, ?, ?, 'NEW', ?, ?)
-            RETURNING *
             """,
             (message_id, sender, recipient, subject, body, micros(now), micros(now)),
         )
         journal.record(connection, "message.sent", message_id, actor=sender, at=now, detail={"to": recipient})
-        return from_row(Message, sent.rows[0])
+    return Message(message_id, sender, recipient, subject, body, MessageState.NEW, None, None, None, 0, now)
 
 
 def inbox(db: Database, actor_id: str, *, limit: int = 100, clock: Clock | None = None) -> list[Message]:
@@ -96,12 +95,11 @@ def claim(
     (``paused``), AuthorityLost (``epoch_replaced``).
     """
     with db.transaction() as connection:
-        message = _addressed(connection, message_id, actor_id)
-        if message.claim_owner == actor_id and _is_own_claim(message, actor_id, db.now(clock)):
-            return message
-        token = next_token(connection)
-        admit(connection)
-        now = db.now(clock)
+        row = _addressed(connection, message_id, actor_id)
+        if row["claim_owner"] == actor_id and _is_own_claim(from_row(Message, row), actor_id, db.now(clock)):
+            return from_row(Message, row)
+        token, told = admitted_token(connection)
+        now = db.now(clock, told)
         taken = connection.execute(
             """
             UPDATE messages
@@ -149,13 +147,14 @@ def _settle(
             """
             UPDATE messages SET state = ?
              WHERE id = ? AND state = 'CLAIMED' AND claim_owner = ? AND fencing_token = ?
-            RETURNING *
+            RETURNING *, <now> AS now
             """,
-            (to, message_id, actor_id, fencing_token),
+            (to.value, message_id, actor_id, fencing_token),
         ).fetchone()
         if settled is None:
             raise _stale(_get(connection, message_id), fencing_token)
-        journal.record(connection, f"message.{to.value.lower()}", message_id, actor=actor_id, at=db.now(clock))
+        at = db.now(clock, settled["now"])
+        journal.record(connection, f"message.{to.value.lower()}", message_id, actor=actor_id, at=at)
         return from_row(Message, settled)
 
 
@@ -223,13 +222,13 @@ def _back_off(deliveries: int) -> timedelta:
     return timedelta(seconds=0 if deliveries <= 1 else 2 ** min(deliveries - 1, 8))
 
 
-def _addressed(connection: Connection, message_id: str, actor_id: str) -> Message:
-    message = _get(connection, message_id)
-    if message.recipient != actor_id:
+def _addressed(connection: Connection, message_id: str, actor_id: str) -> Row:
+    message = _row(connection, message_id)
+    if message["recipient"] != actor_id:
         raise PolicyRefusal(
             f"Message {message_id} was not given to {actor_id}.",
             category="authority_refusal",
-            why=f"It is addressed to {message.recipient}.",
+            why=f"It is addressed to {message['recipient']}.",
             next_command=f"sovereign-agent inbox {actor_id}",
         )
     return message
@@ -267,5 +266,9 @@ def _stale(message: Message, fencing_token: int) -> AuthorityLost:
 
 
 def _get(connection: Connection, message_id: str) -> Message:
+    return from_row(Message, _row(connection, message_id))
+
+
+def _row(connection: Connection, message_id: str) -> Row:
     row = connection.execute("SELECT * FROM messages WHERE id = ?", (message_id,)).fetchone()
-    return from_row(Message, there(row, "message", message_id))
+    return there(row, "message", message_id)

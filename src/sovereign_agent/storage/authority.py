@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from sovereign_agent.configuration import held_open, make_folder, replace_file
 from sovereign_agent.errors import AuthorityLost, ConstraintBroken, LedgerUnavailable, PolicyRefusal
-from sovereign_agent.storage.engine import Connection, Transaction
+from sovereign_agent.storage.engine import Connection, Row, Transaction
 
 TABLE = "assistant_control"
 SUFFIX = ".authority"
@@ -143,12 +143,25 @@ def control(connection: Connection) -> Control:
     return found
 
 
-def admit(connection: Connection) -> str:
-    """Return the epoch, or raise: whether new authority may be granted in this transaction, whose end is still in it.
+def admit(connection: Connection) -> tuple[str, int | None]:
+    """Return the epoch and the server's time, if it has one; or raise, if no new authority may be granted.
+
+    The answer holds until the caller's transaction ends. Raises as `require_admission` does.
+    """
+    row = connection.execute(
+        """
+        SELECT control.epoch, control.paused, <now> AS now
+          FROM (SELECT epoch, paused FROM assistant_control WHERE id = 1 <for share>) AS control
+        """
+    ).fetchone()
+    return require_admission(connection, row), row["now"] if row else None
+
+
+def require_admission(connection: Connection, row: Row | None) -> str:
+    """Return the epoch, or raise: whether new authority may be granted under the `epoch` and `paused` of this row.
 
     Raises AuthorityLost (``epoch_replaced``, or the marker's own category) and PolicyRefusal (``paused``).
     """
-    row = connection.execute("SELECT epoch, paused FROM assistant_control WHERE id = 1 <for share>").fetchone()
     epoch = read_marker(connection.authority)
     if row is None or row["epoch"] != epoch:
         raise AuthorityLost(

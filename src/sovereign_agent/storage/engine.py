@@ -4,6 +4,8 @@ One SQL text serves every engine. Statements use ``?`` and a closed list of engi
 which a dialect turns into its own:
 
     <for update> <for share> <skip locked>     row locks; empty where the whole ledger is locked anyway
+    <now>                                      the server's time in microseconds; NULL where the machine's clock rules.
+                                               A SELECT that locks asks before it has waited: ask around it
     <identity> <integer> <strict>              schema only
     <append only TABLE: KEY, ...>              schema only: the triggers that make a table append-only
 
@@ -122,8 +124,8 @@ class Connection(ABC):
         Raises IllegalMove for a parameter no engine can hold, ConstraintBroken, Contention,
         LedgerUnavailable; LedgerFault when the transaction it belongs to is no longer open.
         """
-        self._require_usable()
-        if self._owner is None:
+        if self._owner is None or self._owner() is None:
+            self._require_usable()
             return self._run(sql, bind(params))
         self._require_open()
         try:
@@ -137,7 +139,6 @@ class Connection(ABC):
 
         Every row is checked before the first one is sent. Raises as `execute` does; LedgerFault outside a transaction.
         """
-        self._require_usable()
         self._require_open()
         try:
             return self._run_many(sql, [bind(params) for params in rows])
@@ -165,7 +166,6 @@ class Connection(ABC):
     def commit(self) -> None:
         """Make the transaction durable, or raise: it never answers for a commit that did not happen."""
         try:
-            self._require_usable()
             self._require_open()
             self._commit()
             self._owner = None
@@ -203,8 +203,10 @@ class Connection(ABC):
             self._undo()  # a second interrupt kept `_vanished` from it
 
     def _require_open(self) -> None:
-        if self._owner is not None and self._first_error is None and self.in_transaction:
+        sound = self._pid == os.getpid() and not self.closed and self._owner is not None and self._first_error is None
+        if sound and self.in_transaction:
             return
+        self._require_usable()
         raise LedgerFault(
             "The transaction had already ended, so nothing of it was committed.",
             category="transaction_ended",
@@ -270,7 +272,15 @@ def bind(params: Sequence[Value]) -> tuple[Value, ...]:
     Raises IllegalMove (categories ``invalid_text``, ``invalid_number``, ``invalid_value``) for NUL, lone
     surrogates, integers beyond 64 bits, and numbers that are not whole: PostgreSQL would round them unasked.
     """
-    return tuple([_bound(value) for value in params])
+    return tuple(
+        [
+            value  # nearly all of them are such as these, and go as they are
+            if (type(value) is str and value.isascii() and "\0" not in value)
+            or (type(value) is int and SMALLEST <= value <= GREATEST)
+            else _bound(value)
+            for value in params
+        ]
+    )
 
 
 def _bound(value: Value) -> Value:

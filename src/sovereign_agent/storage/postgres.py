@@ -27,7 +27,8 @@ from sovereign_agent.errors import LedgerFault, LedgerUnavailable, SovereignErro
 from sovereign_agent.storage import engine
 from sovereign_agent.storage.engine import Connection, Result, Value
 
-_WORDS = {"<for update>": "FOR UPDATE", "<for share>": "FOR SHARE", "<skip locked>": "SKIP LOCKED"}
+_NOW = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+_WORDS = {"<for update>": "FOR UPDATE", "<for share>": "FOR SHARE", "<skip locked>": "SKIP LOCKED", "<now>": _NOW}
 _SCHEMA_WORDS = {
     "<identity>": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
     "<integer>": "BIGINT",
@@ -91,15 +92,15 @@ class NamedRow(tuple[Any, ...]):
 
 
 @lru_cache(maxsize=1024)
-def _row_type(names: tuple[str, ...]) -> type[NamedRow]:
+def _row_type(columns: tuple[bytes | None, ...]) -> type[NamedRow]:
+    names = tuple([name.decode() for name in columns if name])
     index = {name: position for position, name in reversed([*enumerate(names)])}
     return type("Row", (NamedRow,), {"__slots__": (), "_names": names, "_index": index})
 
 
 def _named_rows(cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], NamedRow]:
     answer = cursor.pgresult
-    names = [answer.fname(column) for column in range(answer.nfields)] if answer else []
-    return _row_type(tuple([name.decode() for name in names if name]))
+    return _row_type(tuple([answer.fname(column) for column in range(answer.nfields)]) if answer else ())
 
 
 class PostgresConnection(Connection):
@@ -119,10 +120,10 @@ class PostgresConnection(Connection):
 
     @property
     def in_transaction(self) -> bool:
-        return self._raw.info.transaction_status == TransactionStatus.INTRANS
+        return self._raw.pgconn.transaction_status == TransactionStatus.INTRANS
 
     def now(self) -> datetime:
-        row = self._run("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint", ()).fetchone()
+        row = self._run("SELECT <now>", ()).fetchone()
         return moment(row[0] if row else 0)
 
     def tables(self) -> set[str]:
@@ -137,22 +138,22 @@ class PostgresConnection(Connection):
 
     def _connect(self) -> psycopg.Connection[NamedRow]:
         try:
-            return psycopg.Connection[NamedRow].connect(
-                **self._conninfo,
-                autocommit=True,
-                row_factory=_named_rows,
-                context=_ADAPTERS,
+            raw = psycopg.Connection[NamedRow].connect(
+                **self._conninfo, autocommit=True, row_factory=_named_rows, context=_ADAPTERS
             )
         except psycopg.Error as error:
             raise self._translated(error) from error
+        self._cursor = raw.cursor()  # one for all statements, because each answer is read to its end
+        return raw
 
     def _run(self, sql: str, params: tuple[Value, ...]) -> Result:
         if self._raw.closed and self._owner is None:
             self._require_usable()
             self._raw = self._connect()
         try:
-            cursor = self._raw.execute(cast("LiteralString", render(sql)), params)
-            rows = cursor.fetchall() if cursor.description else []
+            cursor = self._cursor.execute(cast("LiteralString", render(sql)), params)
+            answer = cursor.pgresult  # whose columns can be counted; the cursor's description is made anew each time
+            rows = cursor.fetchall() if answer and answer.nfields else []
             return Result(cast("list[Any]", rows), cursor.rowcount)
         except psycopg.Error as error:
             if error.diag.source_function != _OLD_PLAN:
@@ -177,19 +178,19 @@ class PostgresConnection(Connection):
         begin = cast("LiteralString", f"BEGIN; {_LEDGER_LOCK}" if ledger_lock else "BEGIN")
         try:
             try:
-                self._raw.execute(begin, prepare=False)
+                self._cursor.execute(begin, prepare=False)
             except psycopg.Error:
                 if not self._raw.closed:
                     raise
                 self._raw = self._connect()  # the old session had been cut while it was idle
-                self._raw.execute(begin, prepare=False)
+                self._cursor.execute(begin, prepare=False)
         except psycopg.Error as error:
             self._abandon()
             raise self._translated(error) from error
 
     def _commit(self) -> None:
         try:
-            tag = self._raw.execute("COMMIT").statusmessage
+            tag = self._cursor.execute("COMMIT").statusmessage
         except psycopg.Error as error:
             raise self._translated(error) from error
         if tag != "COMMIT":

@@ -59,7 +59,7 @@ _READABLE = partial(str, encoding="utf-8", errors="replace")
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _WITH = re.compile(r"(?:\s|--[^\n]*\n)*WITH\b", re.IGNORECASE)
-_WORDS = {"<for update>": "", "<for share>": "", "<skip locked>": ""}
+_WORDS = {"<for update>": "", "<for share>": "", "<skip locked>": "", "<now>": "NULL"}
 _SCHEMA_WORDS = {"<identity>": "INTEGER PRIMARY KEY AUTOINCREMENT", "<integer>": "INTEGER", "<strict>": "STRICT"}
 _creating = threading.Lock()
 """Held while this process makes a ledger file: closing the new file drops the locks of a thread that has opened it."""
