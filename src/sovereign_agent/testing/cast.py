@@ -6,7 +6,8 @@
     operator     pauses, resumes, backs up, restores, begins epochs
 
 An act is chosen by the dice and by what its process remembers, which may long be history: nobody is told that it has
-lost something before it is refused. Choosing has no effect; what is chosen can be done twice, with the same arguments.
+lost something before it is refused. Choosing only looks at the ledger; what is chosen can be done twice, with the same
+arguments.
 A program's work is not simulated, only what is asked of the ledger before, during and after it.
 """
 
@@ -71,7 +72,7 @@ class ProcessClock:
 class SimulatedOrganization(Organization):
     """An Organization over a ledger that it is given."""
 
-    def __init__(self, root: Path, settings: Settings, db: FaultyDatabase) -> None:  # pyright: ignore[reportMissingSuperCall]
+    def __init__(self, root: Path, settings: Settings, db: FaultyDatabase) -> None:
         self.root = root
         self.settings = settings
         self.db = db
