@@ -218,6 +218,9 @@ PLANTS = {
     "assignment.running of .+, by nobody": [
         "UPDATE events SET actor = '' WHERE kind = 'assignment.running'",
     ],
+    "which is addressed to": [
+        "UPDATE messages SET recipient = 'somebody' WHERE deliveries > 0",
+    ],
     "after one of generation": [
         (
             "INSERT INTO assistant_transcript (work_id, generation, message, created_at)"

@@ -238,10 +238,12 @@ class Worker(Process):
         return about(dice, self.memory.attempts, attempt, deed, gives_up=True)
 
     def claim_message(self, dice: random.Random) -> Deed | None:
-        chosen = one(
-            dice, self.rows("SELECT id, recipient FROM messages WHERE state IN ('NEW', 'CLAIMED') ORDER BY seq")
-        )
-        return chosen and (lambda: self.memory.messages.append(relay.claim(self.db, *chosen, ttl=TTL)))
+        found = self.rows("SELECT id, recipient FROM messages WHERE state IN ('NEW', 'CLAIMED') ORDER BY seq")
+        chosen, meddler = one(dice, found), dice.choice((*[""] * 9, dice.choice(OPERATORS)))
+        if chosen is None:
+            return None
+        message_id, recipient = chosen
+        return lambda: self.memory.messages.append(relay.claim(self.db, message_id, meddler or recipient, ttl=TTL))
 
     def complete_message(self, dice: random.Random) -> Deed | None:
         message = one(dice, self.memory.messages)

@@ -116,6 +116,14 @@ PROMISES = (
         """,
     ),
     Promise(
+        "a message is claimed by the actor it is addressed to",
+        "Event {seq} says that {actor} claimed {id}, which is addressed to {recipient}.",
+        """
+        SELECT e.seq, e.actor, m.id, m.recipient FROM events e JOIN messages m ON m.id = e.subject
+         WHERE e.kind = 'message.claimed' AND e.actor <> m.recipient
+        """,
+    ),
+    Promise(
         "a transcript's lines are in the order of their generations",
         "Line {seq} of {work_id} is of generation {generation}, after one of generation {later}.",
         """
