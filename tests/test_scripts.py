@@ -239,6 +239,14 @@ def test_an_application_may_change_its_own_tables_and_not_ours(ledger):
     assert "src/reference_organizations/shop.py:1" in fails("verify_sql_homes.py", ledger)
 
 
+def test_the_kit_may_change_tables_of_its_own_and_no_other_module_may(ledger):
+    own = 'SQL = "CREATE TABLE diary (seq INTEGER)"\nADD = "INSERT INTO diary (seq) VALUES (?)"\n'
+    write(ledger, testing__kit=own)
+    passes("verify_sql_homes.py", ledger)
+    write(ledger, relay=own)
+    assert "src/sovereign_agent/relay.py:2" in fails("verify_sql_homes.py", ledger)
+
+
 @pytest.mark.parametrize("module", ["organization", "console__pages"])
 def test_a_query_in_a_module_that_is_no_home_fails(ledger, module):
     query = 'SQL = """\nSELECT kind\n  FROM events\n"""\n'

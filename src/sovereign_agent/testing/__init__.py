@@ -5,4 +5,8 @@ power_loss   the power goes at every point of a story, and what is left on the d
 recorder     what is written and synced below a folder, in its order
 torture      real processes, real signals, and then those promises
 workload     what the tortured processes do
+simulation   thousands of short histories from seeds, on a clock that is told, with faults at every transaction
+cast         who plays in them, and what each can do next
+faults       what goes wrong there, injected through the Database that is passed in
+checker      a whole history replayed, with or without a diary of every instant
 """

@@ -26,11 +26,12 @@ class Promise:
 
 def violations(connection: Connection) -> list[str]:
     """Name every broken promise in a sentence; an empty list means that the ledger told no lie."""
-    told = [_told(promise, row) for promise in PROMISES for row in connection.execute(promise.broken)]
-    return [*told, *_tokens_out_of_order(connection), *_message_histories(connection)]
+    broken = [told(promise, row) for promise in PROMISES for row in connection.execute(promise.broken)]
+    return [*broken, *_tokens_out_of_order(connection), *_message_histories(connection)]
 
 
-def _told(promise: Promise, row: Row) -> str:
+def told(promise: Promise, row: Row) -> str:
+    """A breach in a sentence."""
     return promise.sentence.format(**{name: row[name] for name in row.keys()})  # noqa: SIM118 - a Row iterates values
 
 
@@ -398,19 +399,26 @@ MESSAGE_MOVES = {
 
 def _message_histories(connection: Connection) -> Iterator[str]:
     """Each message, replayed from its events: it is settled once, and is what its history makes it."""
+    epochs = connection.execute(
+        "SELECT seq FROM events WHERE kind IN ('authority.new_epoch', 'authority.restored') ORDER BY seq"
+    )
+    begun = [int(row["seq"]) for row in epochs]
     rows = connection.execute(
         """
-        SELECT m.id, m.state, m.fencing_token, m.deliveries, v.kind, v.detail
+        SELECT m.id, m.state, m.fencing_token, m.deliveries, v.seq, v.kind, v.detail
           FROM messages m LEFT JOIN events v ON v.subject = m.id AND v.kind LIKE 'message.%' ORDER BY m.seq, v.seq
         """
     )
     for message_id, history in groupby(rows, key=lambda row: str(row["id"])):
-        yield from _message_history(message_id, list(history))
+        yield from _message_history(message_id, list(history), begun)
 
 
-def _message_history(message_id: str, history: list[Row]) -> Iterator[str]:
-    state, tokens = "", [0]
+def _message_history(message_id: str, history: list[Row], epochs: list[int]) -> Iterator[str]:
+    state, tokens, seen = "", [0], 0
     for row in history:
+        if state == "CLAIMED" and any(seen < epoch < row["seq"] for epoch in epochs):
+            state = "NEW"  # another epoch takes every claim back, without a word about each
+        seen = row["seq"] or 0
         move = (state, row["kind"])
         if move not in MESSAGE_MOVES:
             yield f"Message {message_id} was {state or 'unsent'} when {row['kind']} happened to it."
@@ -420,6 +428,8 @@ def _message_history(message_id: str, history: list[Row]) -> Iterator[str]:
     if tokens != sorted(set(tokens)):
         yield f"Message {message_id} was claimed under the tokens {tokens[1:]}, which do not only grow."
     row = history[-1]
+    if state == "CLAIMED" and any(seen < epoch for epoch in epochs):
+        state = "NEW"
     expected = (state, None if state == "NEW" else tokens[-1], len(tokens) - 1)
     found = (row["state"], row["fencing_token"], row["deliveries"])
     if found != expected:

@@ -1,0 +1,366 @@
+"""Simulation: many short histories of one organization, each fixed by its seed, and a checker over what is left.
+
+    python -m sovereign_agent.testing.simulation --seeds 2000
+    python -m sovereign_agent.testing.simulation --seed 17          one of them, again
+
+Workers, supervisors, a planner and an operator take turns on one ledger in one process: the shipped functions on a
+real SQLite file, a clock that moves only when told to, and faults at the boundaries of transactions. Each step's dice
+are thrown by the seed and the step's number, so a seed can be played again without some of its steps; that is how the
+history of a lie is made short. When the last step is done everybody dies, all time runs out, a supervisor ticks, and
+`checker` reads the ledger. Whoever played is not asked.
+
+A fault that never struck, or an act that never succeeded, fails the run: what did not happen was not tested.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Generator, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+import typer
+
+from sovereign_agent import assistant_service, assistant_work, configuration, supervisor
+from sovereign_agent.clock import ManualClock, monotonic
+from sovereign_agent.database import LEDGER_NAME
+from sovereign_agent.errors import Contention, LedgerUnavailable, Refusal
+from sovereign_agent.organization import Organization
+from sovereign_agent.testing.cast import OPERATORS, Operator, Planner, Process, ProcessClock, Supervisor, Worker
+from sovereign_agent.testing.checker import DIARY, breaches
+from sovereign_agent.testing.faults import AT_A_TRANSACTION, Fault, FaultyDatabase, Killed
+
+SEEDS = 2000
+STEPS = 120
+CAST = (Worker, Worker, Worker, Supervisor, Supervisor, Planner, Operator)
+TURNS = (6, 6, 6, 1, 1, 6, 2)
+"""Who plays, and how often each has a turn."""
+
+TWICE_ODDS = 0.05
+STOP_ODDS = 0.02
+LONGEST_STOP_STEPS = 40
+CLOCK_ODDS = 0.02
+LONGEST_SKEW_SECONDS = 60
+LONGEST_JUMP_SECONDS = 3600
+PAUSES_SECONDS = (*[(0, 1)] * 20, *[(1, 10)] * 4, (30, 90))
+"""From and to how long the world waits between two steps: mostly a moment, at times until authority runs out.
+All times are whole seconds, so that boundaries are met exactly."""
+
+THE_END = timedelta(days=30)
+SHRINKINGS = 400
+"""How often a history that holds a lie is played again to make it shorter."""
+
+SHRUNK_SEEDS = 3
+SEEDS_AT_ONCE = 20
+
+
+@dataclass
+class Report:
+    """What a simulation saw. `failures` are the lies, by seed."""
+
+    seeds: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    acts: Counter[str] = field(default_factory=Counter[str])
+    refused: Counter[str] = field(default_factory=Counter[str])
+    faults: Counter[Fault] = field(default_factory=Counter[Fault])
+    failures: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
+
+    def add(self, other: Report) -> None:
+        """Take in what another report saw."""
+        self.seeds += other.seeds
+        self.steps += other.steps
+        self.acts.update(other.acts)
+        self.refused.update(other.refused)
+        self.faults.update(other.faults)
+        self.failures |= other.failures
+
+    def never(self) -> list[str]:
+        """The acts that never succeeded, and the faults that never struck."""
+        acts = [name for player in dict.fromkeys(CAST) for name, _ in player.acts]
+        return [name for name in acts if not self.acts[name]] + [fault for fault in Fault if not self.faults[fault]]
+
+    def document(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {
+            "seeds": self.seeds,
+            "steps": self.steps,
+            "seconds": round(self.seconds, 1),
+            "acts": {name: {"done": self.acts[name], "refused": self.refused[name]} for name in self._names()},
+            "faults": {fault.value: self.faults[fault] for fault in Fault},
+            "never": self.never(),
+            "failures": {str(seed): found for seed, found in self.failures.items()},
+        }
+
+    def _names(self) -> list[str]:
+        return sorted({*self.acts, *self.refused})
+
+    def story(self) -> str:
+        """What a person reads."""
+        rate = 60 * self.seeds / self.seconds if self.seconds else 0
+        lines = [f"{self.seeds} seeds, {self.steps} steps in {self.seconds:.1f} s ({rate:.0f} seeds a minute)"]
+        lines += [f"  {name:<18} {self.acts[name]:>8} done {self.refused[name]:>8} refused" for name in self._names()]
+        lines += [f"  {fault.value:<28} {self.faults[fault]:>8} times" for fault in Fault]
+        lines += [f"NEVER HAPPENED: {name}" for name in self.never()]
+        for seed, found in self.failures.items():
+            lines += [f"SEED {seed}: {found[0]}{f' And {len(found) - 1} more.' * (len(found) > 1)}"]
+        return "\n".join(lines)
+
+
+# --- one history ------------------------------------------------------------------------------------------
+
+
+class World:
+    """One organization on one ledger below `root`, and everybody in it."""
+
+    def __init__(self, root: Path, seed: int) -> None:
+        self.root, self.seed = root, seed
+        self.clock = ManualClock()
+        self.report = Report(seeds=1)
+        self.trace: list[str] = []
+        settings = configuration.load(root)
+        self.players: list[Process] = []
+        for player in CAST:
+            clock = ProcessClock(self.clock)
+            db = FaultyDatabase(root / LEDGER_NAME, clock, self.report.faults)
+            self.players.append(player(root, settings, db, clock))
+
+    def close(self) -> None:
+        """Close every session."""
+        for player in self.players:
+            player.db.close()
+
+    def step(self, number: int) -> None:
+        """Play one step: time passes, something may happen to somebody, and one process acts."""
+        dice = random.Random(self.seed * 1_000_003 + number)  # noqa: S311 - nothing is kept secret here
+        self.report.steps += 1
+        self.clock.advance(timedelta(seconds=dice.randint(*dice.choice(PAUSES_SECONDS))))
+        self._befall(dice, number)
+        awake = [player.wakes_at <= number for player in self.players]
+        weights = [turns * here for turns, here in zip(TURNS, awake, strict=True)]
+        (player,) = dice.choices(self.players, weights) if any(weights) else (None,)
+        if player is None:
+            return
+        if 0 < player.wakes_at <= number:
+            player.wakes_at = 0
+            self._count(Fault.CONTINUED)
+        fault, later = dice.choice(AT_A_TRANSACTION), dice.choice((0, 0, 0, 1, 2))
+        player.db.plan(fault if dice.random() < player.fault_odds else None, later)
+        twice = dice.random() < TWICE_ODDS
+        chosen = player.choose(dice)
+        if chosen:
+            name, deed = chosen
+            answers = [self._answer(player, name, deed)]
+            if twice and not player.db.dead:
+                self._count(Fault.DELIVERED_TWICE)
+                answers.append(self._answer(player, name, deed))
+            self.trace.append(f"{number} {self.players.index(player)} {name} {' '.join(answers)}")
+        if player.db.dead:
+            player.begin_life()
+        player.db.plan(None)
+
+    def _befall(self, dice: random.Random, number: int) -> None:
+        """Stop a process, or set a clock."""
+        player = dice.choice(self.players)
+        if dice.random() < STOP_ODDS and player.wakes_at == 0:
+            player.wakes_at = number + dice.randint(1, LONGEST_STOP_STEPS)
+            self._count(Fault.STOPPED)
+        if dice.random() < CLOCK_ODDS:
+            player.clock.skew = timedelta(seconds=dice.randint(-LONGEST_SKEW_SECONDS, LONGEST_SKEW_SECONDS))
+            self._count(Fault.SKEWED)
+        if dice.random() < CLOCK_ODDS / 4:
+            seconds = dice.randint(-LONGEST_JUMP_SECONDS, LONGEST_JUMP_SECONDS)
+            self.clock.advance(timedelta(seconds=seconds))
+            self._count(Fault.JUMPED_AHEAD if seconds >= 0 else Fault.JUMPED_BACK)
+
+    def _answer(self, player: Process, name: str, deed: Any) -> str:
+        """Do it, and say how the ledger answered. Whatever is no answer of the house is a failure of the seed."""
+        try:
+            deed()
+        except Refusal as refusal:
+            self.report.refused[name] += 1
+            return refusal.category
+        except (Contention, LedgerUnavailable) as trouble:
+            return trouble.category
+        except Killed:
+            return "killed"
+        except Exception as error:  # noqa: BLE001 - a fault of our own, of any kind, is what is looked for
+            self._fail(f"{name} ended in {type(error).__name__}: {error} {getattr(error, 'why', '')}")
+            return "fault"
+        self.report.acts[name] += 1
+        if name == "restore":
+            self._count(Fault.RESTORED)
+        return "done"
+
+    def _count(self, fault: Fault) -> None:
+        self.report.faults[fault] += 1
+
+    def _fail(self, sentence: str) -> None:
+        self.report.failures.setdefault(self.seed, []).append(sentence)
+
+    def end(self) -> None:
+        """Let everybody die and all time run out, tick until there is nothing left to recover, and judge."""
+        self.clock.advance(THE_END)
+        player = self.players[CAST.index(Supervisor)]
+        player.begin_life()
+        player.clock.skew = timedelta(0)
+        if assistant_service.health(player.db).restoring:
+            assistant_service.finish_restore(player.db)
+        if not assistant_service.health(player.db).agrees:
+            assistant_service.new_epoch(player.db, "principal-human", "the end")
+        if assistant_service.health(player.db).paused:
+            assistant_service.resume(player.db, "principal-human", "the end")
+        while supervisor.tick(player.org).recovered_assignments:
+            pass
+        for role in (assistant_work.SHOP, assistant_work.RESEARCH):
+            while claims := assistant_work.claim_many(player.db, player.identity, 100, now=player.now(), role=role):
+                for claim in claims:
+                    assistant_work.finish(player.db, claim, "DONE", now=player.now())
+        for sentence in breaches(player.db.connection, at_rest=True):
+            self._fail(sentence)
+
+
+def play(template: Path, seed: int, steps: Iterable[int]) -> tuple[Report, list[str]]:
+    """One history, on a copy of `template`: what was seen, and each step with its answers."""
+    root = Path(tempfile.mkdtemp(prefix="seed-", dir=template.parent))
+    try:
+        shutil.copytree(template, root, dirs_exist_ok=True)
+        world = World(root, seed)
+        try:
+            for number in steps:
+                world.step(number)
+            world.end()
+        except Exception as error:  # noqa: BLE001 - as in `World._answer`
+            world.report.failures.setdefault(seed, []).append(f"It ended in {type(error).__name__}: {error}")
+        finally:
+            world.close()
+        return world.report, world.trace
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def shrunk(template: Path, seed: int, steps: Sequence[int]) -> list[int]:
+    """The steps of a failing history without those it fails without, as far as `SHRINKINGS` plays can tell."""
+    kept, left, size = [*steps], SHRINKINGS, len(steps) // 2
+    while size and left:
+        start = 0
+        while start < len(kept) and left:
+            shorter = kept[:start] + kept[start + size :]
+            left -= 1
+            if play(template, seed, shorter)[0].failures:
+                kept = shorter
+            else:
+                start += size
+        size //= 2
+    return kept
+
+
+def replay_line(seed: int, steps: Sequence[int]) -> str:
+    """What to type to see one history again."""
+    which = "" if len(steps) == STEPS else f" --only {','.join(map(str, steps))}"
+    return f"python -m sovereign_agent.testing.simulation --seed {seed}{which}"
+
+
+# --- many histories ---------------------------------------------------------------------------------------
+
+
+def make_template(folder: Path) -> Path:
+    """An organization with its cast and a diary, at rest, to be copied for each seed."""
+    root = folder / "template"
+    Organization.init(root).close()
+    path = root / configuration.FILE_NAME
+    document: Any = tomlkit.parse(path.read_text(encoding="utf-8"))
+    for operator in OPERATORS:
+        document["actors"][operator] = {"role": "operator", "provider": "scripted", "authority": ["execute"]}
+    path.write_text(tomlkit.dumps(document), encoding="utf-8")
+    org = Organization(root)
+    org.db.extend("diary", DIARY)
+    org.close()
+    return root
+
+
+def run(seeds: Collection[int], *, steps: int = STEPS, processes: int | None = None) -> Report:
+    """Play every seed, on as many processes as there are processors, and report what was seen."""
+    begun = monotonic()
+    report = Report()
+    with _scratch() as folder:
+        template = make_template(folder)
+        ordered = [*seeds]
+        portions = [ordered[start : start + SEEDS_AT_ONCE] for start in range(0, len(ordered), SEEDS_AT_ONCE)]
+        with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn")) as pool:
+            for each in pool.map(partial(_play_all, template, steps), portions):
+                report.add(each)
+    report.seconds = monotonic() - begun
+    return report
+
+
+def _play_all(template: Path, steps: int, seeds: Sequence[int]) -> Report:
+    report = Report()
+    for seed in seeds:
+        report.add(play(template, seed, range(steps))[0])
+    return report
+
+
+@contextmanager
+def _scratch() -> Generator[Path]:
+    """A folder for ledgers that need not outlive the run: in memory where the system offers that."""
+    memory = Path("/dev/shm")  # noqa: S108 - the folder made in it is for its owner alone
+    where = memory if os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="sovereign-simulation-", dir=where) as folder:
+        yield Path(folder)
+
+
+# --- the command line -------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Simulate, and print what was seen. 0 when no lie was found and everything has happened, else 1."""
+    options = _parser().parse_args(arguments)
+    if options.seed is not None and options.seeds is None:
+        steps = [int(each) for each in options.only.split(",")] if options.only else range(options.steps)
+        return _replay(options.seed, steps, as_json=options.json)
+    first = options.seed or 0
+    report = run(range(first, first + (options.seeds or SEEDS)), steps=options.steps)
+    typer.echo(json.dumps(report.document(), indent=2) if options.json else report.story())
+    for seed in [*report.failures][:SHRUNK_SEEDS]:
+        with _scratch() as folder:
+            typer.echo(replay_line(seed, shrunk(make_template(folder), seed, range(options.steps))), err=True)
+    return 1 if report.failures or report.never() else 0
+
+
+def _replay(seed: int, steps: Sequence[int], *, as_json: bool) -> int:
+    """Play one seed again and tell every step."""
+    with _scratch() as folder:
+        report, trace = play(make_template(folder), seed, steps)
+    found = report.failures.get(seed, [])
+    document = {"seed": seed, "trace": trace, "failures": found}
+    typer.echo(json.dumps(document, indent=2) if as_json else "\n".join([*trace, *found]))
+    return 1 if report.failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m sovereign_agent.testing.simulation")
+    parser.add_argument("--seeds", type=int, help=f"how many histories are played ({SEEDS})")
+    parser.add_argument("--seed", type=int, help="the first of them (0); without --seeds the only one, step by step")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"how long each is ({STEPS})")
+    parser.add_argument("--only", default="", metavar="STEPS", help="of a single seed, only these steps")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

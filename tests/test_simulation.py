@@ -1,0 +1,369 @@
+"""The simulation: its histories hold every promise, replay from their seeds, and would show a clause that is gone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sovereign_agent import assistant_service, relay
+from sovereign_agent.clock import ManualClock
+from sovereign_agent.database import LEDGER_NAME, Connection, Database, Transaction
+from sovereign_agent.errors import Contention, LedgerUnavailable
+from sovereign_agent.storage import sqlite
+from sovereign_agent.testing import checker, simulation
+from sovereign_agent.testing.checker import breaches
+from sovereign_agent.testing.faults import Fault, FaultyDatabase, Killed
+from sovereign_agent.testing.invariants import violations
+from sovereign_agent.testing.simulation import World, play, replay_line, shrunk
+
+SEEDS = 50
+STORY_SEED, STORY_STEPS = 6, 400
+STEPS = range(simulation.STEPS)
+MANY = 200
+"""So many seeds may pass before a clause that is gone is noticed."""
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return simulation.make_template(tmp_path_factory.mktemp("simulation"))
+
+
+def test_every_seed_keeps_every_promise_and_everything_that_can_happen_has_happened() -> None:
+    report = simulation.run(range(SEEDS), processes=2)
+    assert report.failures == {}
+    assert report.never() == []
+    assert (report.seeds, report.steps) == (SEEDS, SEEDS * simulation.STEPS)
+
+
+def test_a_fault_that_never_struck_and_an_act_that_never_succeeded_fail_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert simulation.main(["--seeds", "1", "--steps", "3"]) == 1
+    told = capsys.readouterr().out
+    assert f"NEVER HAPPENED: {Fault.RESTORED}" in told
+    assert "NEVER HAPPENED: end_run" in told
+
+
+def test_the_same_seed_is_the_same_history_in_another_process_too(template: Path) -> None:
+    ended = subprocess.run(simulate("--seed", "3", "--json"), capture_output=True, text=True, check=True)
+    told: dict[str, Any] = json.loads(ended.stdout)
+    assert told["trace"] == play(template, 3, STEPS)[1]
+    assert len(told["trace"]) > len(STEPS) / 2
+
+
+def simulate(*options: str) -> list[str]:
+    return [sys.executable, "-m", "sovereign_agent.testing.simulation", *options]
+
+
+@pytest.fixture
+def faulty(template: Path, tmp_path: Path) -> Iterator[FaultyDatabase]:
+    shutil.copytree(template, tmp_path / "root")
+    db = FaultyDatabase(tmp_path / "root" / LEDGER_NAME, ManualClock(), Counter())
+    yield db
+    db.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "raised", "written"),
+    [
+        (Fault.KILLED_BEFORE, Killed, 0),
+        (Fault.KILLED_INSIDE, Killed, 0),
+        (Fault.KILLED_AFTER, Killed, 1),
+        (Fault.BUSY, Contention, 0),
+        (Fault.CONNECTION_LOST, LedgerUnavailable, 0),
+        (Fault.REPLY_LOST, LedgerUnavailable, 1),
+    ],
+)
+def test_a_fault_strikes_the_transaction_it_was_planned_for_once(
+    fault: Fault, raised: type[BaseException], written: int, faulty: FaultyDatabase
+) -> None:
+    faulty.plan(fault, 1)
+    relay.send(faulty, "master", "operator", "before", "")
+    with pytest.raises(raised):
+        relay.send(faulty, "master", "operator", "struck", "")
+    faulty.begin_life()
+    relay.send(faulty, "master", "operator", "after", "")
+    sent = faulty.connection.execute("SELECT subject FROM messages ORDER BY seq").rows
+    assert [subject for (subject,) in sent] == ["before", *["struck"] * written, "after"]
+    assert faulty.struck == {fault: 1}
+
+
+def test_a_killed_process_writes_nothing_until_another_takes_its_place(faulty: FaultyDatabase) -> None:
+    faulty.plan(Fault.KILLED_INSIDE)
+    for _ in range(2):
+        with pytest.raises(Killed):
+            relay.send(faulty, "master", "operator", "from the dead", "")
+    faulty.begin_life()
+    assert relay.inbox(faulty, "operator") == []
+    relay.send(faulty, "master", "operator", "from the living", "")
+    assert len(relay.inbox(faulty, "operator")) == 1
+
+
+# --- it bites ---------------------------------------------------------------------------------------------
+
+
+REVERTED = [
+    ("WHERE actor_leases.expires_at <= ? AND", "WHERE (actor_leases.expires_at <= ? OR 1 = 1) AND"),
+    ("fencing_token = ? AND expires_at > ?\n", "fencing_token = ? AND ? IS NOT NULL\n"),
+    ("DELETE FROM actor_leases", "DELETE FROM actor_leases WHERE 1 = 0 AND 1 = 1"),
+    ("WHERE id = ? AND state = 'RUNNING' AND current_execution_attempt = ?", "WHERE id = ? AND ? IS NOT NULL"),
+    ("AND state = 'CLAIMED' AND claim_owner = ? AND fencing_token = ?", "AND claim_owner = ? AND ? IS NOT NULL"),
+    ("WHERE id = ? AND generation = ? AND owner = ? AND", "WHERE id = ? AND ? IS NOT NULL AND ? IS NOT NULL AND"),
+    ("FROM assistant_work WHERE status = 'RUNNING' AND expires_at <= ?\n", "FROM assistant_work WHERE ? IS NOT NULL\n"),
+    ("SELECT epoch, paused FROM assistant_control", "SELECT epoch, 0 AS paused FROM assistant_control"),
+]
+"""Clauses of the fence, each with what is left when it is gone."""
+
+
+def revert(clause: str, becomes: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Let the ledger hear `becomes` where `clause` is said. The answer holds the clause once it was."""
+    render, said = sqlite.render, set[str]()
+
+    def reverted(sql: str) -> str:
+        said.update([clause] * (clause in sql))
+        return render(sql.replace(clause, becomes))
+
+    monkeypatch.setattr(sqlite, "render", reverted)
+    return said
+
+
+def first_failing(template: Path) -> int:
+    return next((seed for seed in range(MANY) if play(template, seed, STEPS)[0].failures), MANY)
+
+
+@pytest.mark.parametrize(("clause", "becomes"), REVERTED)
+def test_without_a_clause_of_the_fence_some_seed_fails(
+    clause: str, becomes: str, template: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = revert(clause, becomes, monkeypatch)
+    assert first_failing(template) < MANY
+    assert said == {clause}
+
+
+def test_a_failing_history_is_made_shorter_fails_again_and_holds_once_the_clause_is_back(
+    template: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as without:
+        revert(*REVERTED[0], without)
+        seed = first_failing(template)
+        without.setattr(simulation, "SHRINKINGS", 40)
+        steps = shrunk(template, seed, STEPS)
+        assert len(steps) < len(STEPS) / 4
+        assert play(template, seed, steps)[0].failures
+    assert not play(template, seed, steps)[0].failures
+    line = replay_line(seed, steps)
+    assert simulation.main(line.split()[3:]) == 0
+
+
+# --- the checker is checked -------------------------------------------------------------------------------
+
+
+class UndoError(Exception):
+    """Ends a transaction in which something was only tried."""
+
+
+@pytest.fixture(scope="module")
+def story(template: Path) -> Iterator[Connection]:
+    """The ledger of a long history in which all has happened, at rest."""
+    root = shutil.copytree(template, template.with_name("story"))
+    world = World(root, STORY_SEED)
+    for number in range(STORY_STEPS):
+        world.step(number)
+    world.end()
+    assert world.report.failures == {}
+    yield world.players[0].db.connection
+    world.close()
+
+
+def found_after(connection: Connection, *statements: str) -> list[str]:
+    """What the checker says of a ledger into which `statements` have put a lie; it is taken out again."""
+    seen = [""]
+    connection.execute("PRAGMA foreign_keys = OFF")
+    with suppress(UndoError), Transaction(connection, ledger_lock=True):
+        for (trigger,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").rows:
+            connection.execute(f'DROP TRIGGER "{trigger}"')
+        connection.execute("PRAGMA ignore_check_constraints = ON")
+        for statement in statements:
+            assert connection.execute(statement).rowcount > 0, f"nothing was planted by {statement}"
+        seen = breaches(connection, at_rest=True)
+        raise UndoError
+    return seen
+
+
+EVENT_AGAIN = (
+    "INSERT INTO events (at, kind, subject, actor, detail) SELECT at, kind, subject, actor, detail FROM events"
+)
+CHILD_WITH_LINES = "child_id IN (SELECT work_id FROM assistant_transcript)"
+RENEWALS = """
+    SELECT seq FROM (SELECT seq, token, lag(token) OVER (PARTITION BY key ORDER BY seq) AS before
+                       FROM authority_diary WHERE kind = 'lease') WHERE token = before"""
+PLANTS = {
+    "was created by 0 named actors": [
+        "UPDATE events SET actor = '' WHERE kind = 'message.sent'",
+        "DELETE FROM events WHERE kind = 'sow.created'",
+    ],
+    "was created by 2 named actors": [
+        f"{EVENT_AGAIN} WHERE kind = 'assignment.created' LIMIT 1",
+    ],
+    "assignment.running of .+, by nobody": [
+        "UPDATE events SET actor = '' WHERE kind = 'assignment.running'",
+    ],
+    "which is addressed to": [
+        "UPDATE messages SET recipient = 'somebody' WHERE deliveries > 0",
+    ],
+    "after one of generation": [
+        (
+            "INSERT INTO assistant_transcript (work_id, generation, message, created_at)"
+            " SELECT work_id, 1, message, created_at FROM assistant_transcript WHERE generation > 1 LIMIT 1"
+        ),
+    ],
+    "which nobody has claimed": [
+        "UPDATE assistant_transcript SET generation = generation + 100",
+    ],
+    "and its delegation ended at": [
+        f"UPDATE assistant_delegations SET deadline = 1 WHERE {CHILD_WITH_LINES}",
+    ],
+    "is still held": [
+        "UPDATE messages SET state = 'CLAIMED' WHERE state = 'DONE'",
+        "UPDATE execution_attempts SET status = 'ACTIVE'",
+    ],
+    "message.claimed of .+ under a pause": [
+        "UPDATE events SET kind = 'authority.paused' WHERE kind LIKE '%.resumed'",
+    ],
+    "an epoch that is not the ledger's": [
+        "UPDATE events SET detail = replace(detail, 'epoch_', 'epoch_x') WHERE kind = 'work.claimed'",
+    ],
+    "was DONE when work.done": [
+        f"{EVENT_AGAIN} WHERE kind = 'work.done' LIMIT 1",
+    ],
+    "was DONE when work.claimed": [
+        (
+            f"{EVENT_AGAIN} WHERE kind = 'work.claimed' AND subject IN (SELECT id FROM assistant_work"
+            " WHERE status = 'DONE')"
+        ),
+    ],
+    "was claimed in generation 0 after": [
+        "UPDATE events SET detail = json_set(detail, '$.generation', 0) WHERE kind = 'work.claimed'",
+    ],
+    "ran in its session": [
+        "UPDATE events SET detail = json_set(detail, '$.session', 'one') WHERE kind LIKE 'work.%'",
+    ],
+    "is DONE in generation": [
+        "UPDATE assistant_work SET status = 'DONE' WHERE status = 'CANCELED'",
+    ],
+    "is DONE in generation 0": [
+        "UPDATE assistant_work SET generation = 0 WHERE status = 'DONE'",
+    ],
+    "lease .+ went to .+ while it was": [
+        "UPDATE authority_diary SET at = 0 WHERE kind = 'lease'",
+    ],
+    "message .+ went to .+ while it was": [
+        "UPDATE events SET at = 0 WHERE kind = 'message.claimed'",
+    ],
+    "lease .+ was renewed by": [
+        f"UPDATE authority_diary SET until = until * 2 WHERE seq IN ({RENEWALS})",
+    ],
+    "attempt .+ went to .+ while it was": [
+        "UPDATE authority_diary SET holder = 'proc_x', at = 0 WHERE kind = 'attempt' AND holder IS NULL",
+    ],
+    "item .+ went to .+ while it was": [
+        "DELETE FROM authority_diary WHERE kind = 'item' AND holder IS NULL",
+    ],
+    "lease .+ under token 1, after": [
+        "UPDATE authority_diary SET token = 1 WHERE kind = 'lease' AND token > 1",
+    ],
+    "item .+ under token 1, after": [
+        "UPDATE authority_diary SET token = 1 WHERE kind = 'item' AND token > 1",
+    ],
+    "lease .+ was given to .+ under a pause": [
+        "UPDATE events SET kind = 'authority.paused' WHERE kind LIKE '%.resumed'",
+    ],
+    "lease .+ began another epoch": [
+        "DELETE FROM authority_diary WHERE kind = 'lease' AND holder IS NULL",
+    ],
+    "message .+ began another epoch": [
+        "DELETE FROM authority_diary WHERE kind = 'message' AND holder IS NULL",
+    ],
+    "item .+ when proc_x settled it": [
+        "UPDATE events SET actor = 'proc_x' WHERE kind = 'work.done'",
+    ],
+    "message .+ when proc_x settled it": [
+        "UPDATE events SET actor = 'proc_x' WHERE kind = 'message.done'",
+    ],
+    "item .+ was put back at 0, while": [
+        "UPDATE events SET at = 0 WHERE kind = 'work.lost'",
+    ],
+    "message .+ was put back at 0, while": [
+        "UPDATE events SET at = 0 WHERE kind = 'message.swept'",
+    ],
+    "A line .+, when its holder was": [
+        "UPDATE authority_diary SET token = token + 1 WHERE kind = 'line'",
+    ],
+    "A line .+, and its claim lasted until": [
+        "UPDATE authority_diary SET at = at * 2 WHERE kind = 'line'",
+    ],
+    "A line .+, after its parent": [
+        (
+            "UPDATE events SET kind = 'work.canceled', detail = '{\"session\":\"\"}', subject ="
+            f" (SELECT parent_id FROM assistant_delegations WHERE {CHILD_WITH_LINES}) WHERE seq = 1"
+        ),
+    ],
+    "was begun on lease token .+ when its actor was": [
+        "UPDATE authority_diary SET holder = 'proc_x' WHERE kind = 'lease' AND holder IS NOT NULL",
+        "UPDATE authority_diary SET until = at WHERE kind = 'lease' AND holder IS NOT NULL",
+    ],
+    "was ended by its process": [
+        "UPDATE authority_diary SET token = token + 1 WHERE kind = 'receipt'",
+    ],
+    "was ended by its process .+ nobody's": [
+        "UPDATE authority_diary SET holder = NULL WHERE kind = 'receipt'",
+    ],
+}
+"""What the checker says, and the lie that makes it say so."""
+
+
+def test_a_history_without_a_lie_is_not_blamed(story: Connection) -> None:
+    assert breaches(story, at_rest=True) == []
+
+
+@pytest.mark.parametrize("sentence", PLANTS)
+def test_a_planted_lie_is_named(sentence: str, story: Connection) -> None:
+    for statement in PLANTS[sentence]:
+        assert [each for each in found_after(story, statement) if re.search(sentence, each)], statement
+
+
+def test_no_promise_of_the_checker_is_without_a_plant(story: Connection) -> None:
+    named = [each for planted in PLANTS.values() for each in found_after(story, *planted)]
+    for promise in (*checker.PROMISES, *checker.AT_REST):
+        sentence = re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(promise.sentence)))
+        assert any(sentence.fullmatch(each) for each in named), promise.name
+
+
+def test_claims_that_another_epoch_has_taken_back_are_no_breach(db: Database) -> None:
+    for subject in ("claimed again", "claimed"):
+        relay.send(db, "master", "operator", subject, "")
+    first, second = relay.inbox(db, "operator")
+    relay.claim(db, first.id, "operator")
+    relay.claim(db, second.id, "operator")
+    assistant_service.new_epoch(db, "principal", "a test")
+    assistant_service.resume(db, "principal", "a test")
+    relay.claim(db, first.id, "operator")
+    assert violations(db.connection) == []
+    db.connection.execute(
+        """
+        UPDATE messages SET state = 'NEW', claim_owner = NULL, fencing_token = NULL, claim_expires_at = NULL
+         WHERE id = ?
+        """,
+        (first.id,),
+    )
+    assert len(violations(db.connection)) == 1
