@@ -236,7 +236,7 @@ VERBS = dict(verbs())
 
 def test_the_verbs_are_those_that_were_promised():
     top = "init doctor status inspect inbox send run cancel plan assign verify review accept heartbeat supervisor"
-    top += " pause resume backup restore"
+    top += " pause resume backup restore simulate"
     inner = [
         "actor list",
         "actor rebind",
