@@ -20,8 +20,8 @@ class Fact:
     """What an actor was told, at `at` by the clock. `key` and `token` name an authority.
 
     granted    it is yours until `until`, under this token
-    kept       it is still yours, until then
-    wrote      something was written under it
+    kept       it has not run out, and is still yours, until then
+    wrote      it has not run out, and something was written under it
     released   you gave it back
     settled    what it was for has come to its end, by you
     ended      by you, who does not hold it: whoever did has run out
@@ -99,7 +99,8 @@ class _Answers:
         authority.until = fact.until or EPOCH
 
     def _used(self, fact: Fact, authority: Authority) -> None:
-        self._require(authority.held and fact.token == authority.token, fact, authority)
+        timely = fact.what not in {"kept", "wrote"} or authority.until > fact.at
+        self._require(authority.held and fact.token == authority.token and timely, fact, authority)
         authority.until = fact.until or authority.until
         authority.held = fact.what in {"kept", "wrote"}
         authority.settled |= fact.what == "settled"

@@ -34,6 +34,7 @@ from sovereign_agent.testing.schedules import Player, Scenario
 TTL = timedelta(minutes=5)
 """How long each authority lasts here, and how far the clock jumps: a jump ends at the very end of what was granted."""
 
+OWNER = "worker"
 OPERATOR, MASTER, PRINCIPAL = "operator-course", "master-course", "principal-human"
 
 
@@ -126,6 +127,7 @@ def begin(me: Player) -> None:
     """Take the lease and the attempt, and finish."""
     attempted = me.given.assignment_id if isinstance(me.given, ExecutionAttempt) else me.given
     if (held := lease(me)) and (attempt := me.ask(_attempt, me.db, attempted, held)):
+        me.tell("wrote", OPERATOR, held.fencing_token)
         _granted(me, attempt)
         complete(me, attempt)
 
@@ -237,19 +239,21 @@ def claim_message(me: Player) -> Message | None:
 def read_message(me: Player) -> None:
     """Claim the message and complete it."""
     if message := claim_message(me):
-        token = message.fencing_token or 0
-        _settled(me, me.ask(relay.complete, me.db, message.id, OPERATOR, fencing_token=token))
+        complete_message(me, message)
+
+
+def complete_message(me: Player, message: Message) -> None:
+    """Complete a message under the token that was granted."""
+    token = message.fencing_token or 0
+    if done := me.ask(relay.complete, me.db, message.id, OPERATOR, fencing_token=token):
+        me.tell("settled", message.id, token, detail=done.state)
 
 
 def drop_message(me: Player) -> None:
     """Claim the message and give it up for dead."""
-    if message := claim_message(me):
-        _settled(me, me.ask(relay.dead_letter, me.db, message))
-
-
-def _settled(me: Player, message: Message | None) -> None:
-    if message:
-        me.tell("settled", message.id, message.fencing_token or 0, detail=message.state)
+    message = claim_message(me)
+    if message and (dead := me.ask(relay.dead_letter, me.db, message)):
+        me.tell("settled", message.id, message.fencing_token or 0, detail=dead.state)
 
 
 def sweep(me: Player) -> None:
@@ -263,6 +267,9 @@ def judge_mail(db: Database, facts: Sequence[Fact]) -> Iterator[str]:
     yield from contradictions(facts)
     settled = "SELECT 1 FROM messages WHERE id = ? AND fencing_token = ? AND state = ?"
     yield from unknown_to(db.connection, facts, "settled", settled)
+    limit = relay.MAX_DELIVERIES
+    over = db.connection.execute("SELECT id, deliveries FROM messages WHERE deliveries > ?", (limit,))
+    yield from (f"Message {row[0]} was delivered {row[1]} times, of {limit} at most." for row in over)
 
 
 # --- the assistant's work -----------------------------------------------------------------------------------
@@ -274,8 +281,8 @@ def queued(org: Organization, _clock: ManualClock) -> str:
 
 
 def claim_work(me: Player) -> assistant_work.Claim | None:
-    """Claim the next item."""
-    claim = me.ask(assistant_work.claim, me.db, me.name, ttl=TTL.total_seconds())
+    """Claim the next item, in a name that every worker uses: after a restart it is the same one."""
+    claim = me.ask(assistant_work.claim, me.db, OWNER, ttl=TTL.total_seconds())
     if claim:
         me.tell("granted", claim.id, claim.generation, until=me.clock() + TTL)
     return claim
@@ -371,7 +378,7 @@ def everything_held(org: Organization, clock: ManualClock) -> Holdings:
     """A run, a message and an item, all held since this very moment."""
     message_id, _ = sent(org, clock), queued(org, clock)
     message = relay.claim(org.db, message_id, OPERATOR, ttl=TTL)
-    claim = assistant_work.claim(org.db, "observer", ttl=TTL.total_seconds(), now=clock().timestamp())
+    claim = assistant_work.claim(org.db, OWNER, ttl=TTL.total_seconds(), now=clock().timestamp())
     assert claim
     return Holdings(running(org, clock), message, claim)
 
@@ -394,10 +401,9 @@ def resume(me: Player) -> None:
 def settle(me: Player) -> None:
     """Complete the message, then the run."""
     held: Holdings = me.given
-    message, token = held.message, held.message.fencing_token or 0
-    me.tell("granted", message.id, token, until=message.claim_expires_at)
+    me.tell("granted", held.message.id, held.message.fencing_token or 0, until=held.message.claim_expires_at)
     _granted(me, held.attempt)
-    _settled(me, me.ask(relay.complete, me.db, message.id, OPERATOR, fencing_token=token))
+    complete_message(me, held.message)
     complete(me, held.attempt)
 
 
@@ -427,7 +433,7 @@ def backed_up(org: Organization, clock: ManualClock) -> assistant_work.Claim:
     """A backup of a ledger with an item that was claimed only afterwards."""
     queued(org, clock)
     assistant_service.backup(org.db, org.db.path.with_name(BACKUP))
-    claim = assistant_work.claim(org.db, "observer", ttl=TTL.total_seconds(), now=clock().timestamp())
+    claim = assistant_work.claim(org.db, OWNER, ttl=TTL.total_seconds(), now=clock().timestamp())
     assert claim
     return claim
 
@@ -516,6 +522,7 @@ SCENARIOS = (
         almost_dead,
         {"reader": read_message, "dropper": drop_message, "sweeper": sweep},
         judge_mail,
+        faults=1,
     ),
     Scenario(
         "assistant",

@@ -9,7 +9,7 @@ goes on at any moment, and a run is the list of the choices that were made:
     worker dies before its step      a step is a transaction, or a look into the ledger
     worker dies before its commit    what the transaction did is undone
     worker dies after its commit     and never learns of it
-    clock forward, clock back        by the scenario's time to live, to the microsecond
+    clock jumps forward              by the scenario's time to live, to the microsecond; or `jumps back`
 
 `explore` plays every such list with at most so many faults, each on the template ledger anew, and judges it by the
 ledger's promises, by what the actors were told, and by the scenario itself. A pause needs no choice of its own: an
@@ -29,7 +29,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import IntEnum, StrEnum
@@ -61,8 +61,8 @@ class How(StrEnum):
     DIES = "dies before its step"
     UNDONE = "dies before its commit"
     UNHEARD = "dies after its commit"
-    FORWARD = "forward"
-    BACK = "back"
+    FORWARD = "jumps forward"
+    BACK = "jumps back"
 
 
 FAULTS = (*[how.value for how in How if how], PAUSE)
@@ -523,14 +523,20 @@ def explore(scenario: Scenario, *, faults: int | None = None, within: Path | Non
 
 def shortened(stage: Stage, failure: Run) -> Run:
     """The same failing run without the choices that it does not need to fail."""
-    for number in reversed(range(len(failure.trail))):
-        try:
-            shorter = stage.replay(failure.trail[:number] + failure.trail[number + 1 :])
-        except ConfigurationFault:
-            continue
-        if shorter.findings:
-            failure = shorter
+    for trail in _shorter(failure.trail):
+        with suppress(ConfigurationFault):
+            shorter = stage.replay(trail)
+            if shorter.findings:
+                return shortened(stage, shorter)
     return failure
+
+
+def _shorter(trail: list[Choice]) -> Iterator[list[Choice]]:
+    """A trail without each of its actors, then without each of its choices, the last one first."""
+    for actor in {choice.actor: None for choice in trail}:
+        yield [choice for choice in trail if choice.actor != actor]
+    for number in reversed(range(len(trail))):
+        yield trail[:number] + trail[number + 1 :]
 
 
 # --- scripts ----------------------------------------------------------------------------------------------
