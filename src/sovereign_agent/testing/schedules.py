@@ -15,9 +15,10 @@ goes on at any moment, and a run is the list of the choices that were made:
 ledger's promises, by what the actors were told, and by the scenario itself. A pause needs no choice of its own: an
 actor that is not chosen until all others have ended was paused, and every such order is among those that are played.
 
-Two choices whose order cannot matter (a look beside a look; a death between two steps beside another actor's step)
-are played in one order only: sleep sets. The clock is one for all, nothing waits for a lock (whoever would is told
-that the ledger is busy), and a commit is durable: skew is for the simulation, waits are for the torture.
+Two choices whose order cannot matter are played in one order only (sleep sets): a look beside a look; a death without
+a commit beside another actor's step; a jump beside a step that reads no clock. The clock is one for all, nothing
+waits for a lock (whoever would is told that the ledger is busy), and a commit is durable: skew is for the simulation,
+waits are for the torture.
 """
 
 from __future__ import annotations
@@ -288,12 +289,22 @@ class Run:
         return fired
 
 
+class ReadClock(ManualClock):
+    """A manual clock that counts how often it was read."""
+
+    reads = 0
+
+    def __call__(self) -> datetime:
+        self.reads += 1
+        return super().__call__()
+
+
 class Stage:
     """A scenario's template ledger, and where it is played again and again: in memory, or `within` a folder."""
 
     def __init__(self, scenario: Scenario, within: Path | None = None) -> None:
         self.scenario = scenario
-        self.clock = ManualClock()
+        self.clock = ReadClock()
         self.facts: list[Fact] = []
         folder = within or (MEMORY if MEMORY.is_dir() else None)
         self.root = Path(tempfile.mkdtemp(prefix="sovereign-simulate-", dir=folder))
@@ -386,6 +397,7 @@ class Stage:
         return [*steps, *jumps, *deaths]
 
     def _take(self, choice: Choice, players: Mapping[str, Player]) -> None:
+        self.clock.reads = 0
         if choice.actor == CLOCK:
             self.clock.advance(self.scenario.ttl if choice.how is How.FORWARD else -self.scenario.ttl)
         else:
@@ -446,6 +458,7 @@ class _Branch:
     def __init__(self, choices: list[Choice], covered: list[Choice]) -> None:
         self.left = [choice for choice in reversed(choices) if choice not in covered]
         self.covered = covered
+        self.timeless: list[Choice] = []
 
     @property
     def choice(self) -> Choice:
@@ -458,21 +471,27 @@ class _Branch:
 
     def covered_behind(self) -> list[Choice]:
         """What need not be chosen right after the current choice."""
-        return [choice for choice in self.covered if choice.commutes(self.choice)]
+        jumps = self.choice.actor == CLOCK
+        return [one for one in self.covered if one.commutes(self.choice) or (jumps and one in self.timeless)]
 
 
 class _Search:
     """Depth first, over prefixes of choices."""
 
-    def __init__(self, faults: int) -> None:
+    def __init__(self, stage: Stage, faults: int) -> None:
         self.faults = faults
         self.path: list[_Branch] = []
+        self._clock = stage.clock
         self._depth = 0
 
     def begin(self) -> None:
+        """Go through the current prefix again."""
         self._depth = 0
 
     def choose(self, enabled: list[Choice]) -> Choice:
+        """The next choice of the current prefix; behind its end, the first that no other order covers."""
+        if self._depth and not self._clock.reads:
+            self.path[self._depth - 1].timeless.append(self.path[self._depth - 1].choice)
         if self._depth == len(self.path):
             covered = self.path[-1].covered_behind() if self.path else []
             branch = _Branch(self._within_bounds(enabled), covered)
@@ -502,8 +521,9 @@ class _Search:
 def explore(scenario: Scenario, *, faults: int | None = None, within: Path | None = None) -> Exploration:
     """Play every schedule with at most `faults` faults (by default the scenario's own bound), until one fails."""
     found = Exploration(scenario.name, scenario.faults if faults is None else faults)
-    begun, search = monotonic(), _Search(found.faults)
+    begun = monotonic()
     with closing(Stage(scenario, within)) as stage:
+        search = _Search(stage, found.faults)
         while not found.failure:
             search.begin()
             try:
