@@ -425,7 +425,9 @@ def finding(call, root):
 # --- where the organization is ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", sorted({*VERBS} - {"init", "doctor", "demo crash", "demo restore", "demo store"}))
+@pytest.mark.parametrize(
+    "verb", sorted({*VERBS} - {"init", "doctor", "simulate", "demo crash", "demo restore", "demo store"})
+)
 def test_a_mistyped_root_creates_nothing_and_is_refused_with_the_reason(verb, call, tmp_path):
     typed = tmp_path / "mistyped" / "org"
     values = {"--scope": "s", "--desired": "d", "--decision": "d", "--by": "a", "--owner": "a", "--reason": "r"}

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +21,9 @@ from sovereign_agent.errors import ConfigurationFault
 from sovereign_agent.storage import sqlite
 from sovereign_agent.testing import schedules
 from sovereign_agent.testing.answers import Fact, contradictions
+from sovereign_agent.testing.exploration import explore
 from sovereign_agent.testing.scenarios import SCENARIOS
-from sovereign_agent.testing.schedules import FAULTS, Choice, Effect, How, Player, Run, Scenario, Stage, explore
+from sovereign_agent.testing.schedules import FAULTS, Choice, Effect, How, Player, Run, Scenario, Stage
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 SHORT = {"recovery": 1}
@@ -328,6 +328,8 @@ def test_a_death_leaves_what_was_committed_and_nothing_else_and_is_told_nothing(
         assert [message.subject for message in relay.inbox(stage.judge, OPERATOR)] == mail
         assert [fact.what for fact in stage.facts] == told
         stage.judge.release()
+        with pytest.raises(ConfigurationFault, match="cannot happen"):
+            stage.replay([Choice("a", How(how)), Choice("a")])
 
 
 def test_a_jump_moves_the_clock_of_the_ledger_by_the_time_to_live():
@@ -444,7 +446,8 @@ def test_a_kind_of_fault_that_never_fired_fails_the_run(capsys, monkeypatch):
 def test_a_scenario_that_is_not_there_is_a_usage_error_that_names_those_that_are(capsys):
     code, _, err = verb(capsys, "--scenario", "leese")
     assert (code, "last delivery" in err) == (2, True)
-    assert verb(capsys, "--replay", str(Path("/nowhere")))[0] == 4
+    assert verb(capsys, "--replay", "/nowhere")[0] == 4
+    assert verb(capsys, "--root", "/nowhere")[0] == 2
 
 
 # --- what the answers say of one another ------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -12,12 +12,17 @@ from sovereign_agent.commands.options import Json
 from sovereign_agent.commands.printing import answer, entry
 
 if TYPE_CHECKING:
-    from sovereign_agent.testing.schedules import Exploration, Scenario
+    from sovereign_agent.testing.exploration import Exploration
+    from sovereign_agent.testing.schedules import Scenario
 
 Within = Annotated[
     Path | None,
     typer.Option(
-        "--root", metavar="FOLDER", help="Make the ledgers below this folder. Else in memory, where there is."
+        "--root",
+        metavar="FOLDER",
+        exists=True,
+        file_okay=False,
+        help="Make the ledgers below this folder. Else in memory, where there is.",
     ),
 ]
 
@@ -32,7 +37,7 @@ def simulate(
         typer.Option("--faults", metavar="COUNT", min=0, help="So many faults in a schedule, at most. Else 1 or 2."),
     ] = None,
     replay: Annotated[
-        str, typer.Option("--replay", metavar="FILE", help="Play the one schedule of this script. - is stdin.")
+        str, typer.Option("--replay", metavar="FILE", help="Play only the schedule of this script. - is stdin.")
     ] = "",
     root: Within = None,
     json: Json = False,
@@ -48,28 +53,26 @@ def simulate(
     """
     if replay:
         _replay(replay, root, as_json=json)
-    else:
-        _explore(_chosen(scenario or []), faults, root, as_json=json)
+    found = _interleavings(_chosen(scenario or []), faults, root, as_json=json)
+    total, good = sum(one["schedules"] for one in found), all(one["good"] for one in found)
+    told = f"{total} schedules. {'No promise was broken.' if good else 'It does not hold.'}"
+    answer({"interleavings": found, "schedules": total, "good": good}, told, as_json=json)
+    raise typer.Exit(0 if good else 1)
 
 
-def _explore(scenarios: list[Scenario], faults: int | None, root: Path | None, *, as_json: bool) -> None:
-    from sovereign_agent.testing.schedules import explore
+def _interleavings(
+    scenarios: list[Scenario], faults: int | None, root: Path | None, *, as_json: bool
+) -> list[dict[str, Any]]:
+    """Explore each scenario, and tell of it at once unless all is told as JSON in the end."""
+    from sovereign_agent.testing.exploration import explore
 
     documents: list[dict[str, Any]] = []
-    good = True
     for scenario in scenarios:
         found = explore(scenario, faults=faults, within=root)
-        good &= not found.failure and not found.never_fired
         documents.append(_document(scenario, found))
         if not as_json:
             typer.echo(_story(scenario, found))
-    total = sum(document["schedules"] for document in documents)
-    answer(
-        {"interleavings": documents, "schedules": total, "good": good},
-        f"{total} schedules. {'No promise was broken.' if good else 'It does not hold.'}",
-        as_json=as_json,
-    )
-    raise typer.Exit(0 if good else 1)
+    return documents
 
 
 def _document(scenario: Scenario, found: Exploration) -> dict[str, Any]:
@@ -78,6 +81,7 @@ def _document(scenario: Scenario, found: Exploration) -> dict[str, Any]:
     return {
         "scenario": found.scenario,
         "about": scenario.about,
+        "good": not found.failure and not found.never_fired,
         "faults": found.faults,
         "schedules": found.schedules,
         "equal": found.equal,
@@ -107,7 +111,7 @@ def _story(scenario: Scenario, found: Exploration) -> str:
     )
 
 
-def _replay(source: str, root: Path | None, *, as_json: bool) -> None:
+def _replay(source: str, root: Path | None, *, as_json: bool) -> NoReturn:
     from contextlib import closing
 
     from sovereign_agent.testing.schedules import Stage, from_script
