@@ -8,7 +8,7 @@ READY := $(VENV)/ready$(if $(PYTHON),-$(subst /,-,$(PYTHON)))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help check test torture mutate verify bench demo constraints clean
+.PHONY: help check test simulate torture mutate verify bench demo constraints clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,6 +33,9 @@ check: $(READY) ## format, lint, types, import contracts, and the rules that scr
 
 test: $(READY) ## every test, in parallel; ARGS="-k lease" chooses
 	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+simulate: $(READY) ## every order of the protocols' transactions, with faults; ARGS="--scenario lease" chooses
+	$(VENV)/bin/sovereign-agent simulate $(ARGS)
 
 torture: $(READY) ## kill real workers at random moments and look for lies; ARGS go to the tool
 	$(PY) -m sovereign_agent.testing.torture $(ARGS)

@@ -236,7 +236,7 @@ VERBS = dict(verbs())
 
 def test_the_verbs_are_those_that_were_promised():
     top = "init doctor status inspect inbox send run cancel plan assign verify review accept heartbeat supervisor"
-    top += " pause resume backup restore"
+    top += " pause resume backup restore simulate"
     inner = [
         "actor list",
         "actor rebind",
@@ -486,7 +486,9 @@ def finding(call, root):
 # --- where the organization is ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", sorted({*VERBS} - {"init", "doctor", "demo crash", "demo restore", "demo store"}))
+@pytest.mark.parametrize(
+    "verb", sorted({*VERBS} - {"init", "doctor", "simulate", "demo crash", "demo restore", "demo store"})
+)
 def test_a_mistyped_root_creates_nothing_and_is_refused_with_the_reason(verb, call, tmp_path):
     typed = tmp_path / "mistyped" / "org"
     values = {"--scope": "s", "--desired": "d", "--decision": "d", "--by": "a", "--owner": "a", "--reason": "r"}

@@ -22,12 +22,13 @@ from support import (
     without_checks,
 )
 
-from sovereign_agent import journal, relay
+from sovereign_agent import assistant_service, journal, relay
 from sovereign_agent.clock import LAST_MICROS, ManualClock
 from sovereign_agent.database import Connection, Database
 from sovereign_agent.errors import AuthorityLost
 from sovereign_agent.records import Message, MessageState
 from sovereign_agent.relay import CLAIM_TTL, MAX_BODY_CHARACTERS, MAX_DELIVERIES, MAX_SUBJECT_CHARACTERS
+from sovereign_agent.testing.invariants import violations
 
 TICK = timedelta(microseconds=1)
 LONG = timedelta(hours=1)
@@ -227,6 +228,17 @@ def test_a_sweep_puts_what_ran_out_back_for_every_recipient_and_its_old_token_se
     assert answer(complete, db, lapsed, clock) == "fencing_token_stale"
     assert history(db, lapsed) == ["message.sent", "message.claimed", "message.swept"]
     assert relay.sweep_expired_claims(db, clock) == []
+
+
+def test_a_new_epoch_says_in_the_history_of_each_claimed_message_that_it_took_the_claim_away(
+    db: Database, clock: ManualClock
+) -> None:
+    held, new = claimed(db, clock), sent(db, clock)
+    assistant_service.new_epoch(db, "operator", "why")
+    assert history(db, held) == ["message.sent", "message.claimed", "message.revoked"]
+    assert journal.events_of(db.connection, held.id)[-1].detail == {"token": held.fencing_token}
+    assert history(db, new) == ["message.sent"]
+    assert violations(db.connection) == []
 
 
 def test_a_sweep_of_many_small_batches_gets_them_all(db: Database, clock: ManualClock) -> None:

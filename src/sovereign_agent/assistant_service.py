@@ -313,7 +313,7 @@ def _begin_epoch(
     fencing.advance_tokens(connection, above=max(above, micros(now)))
     authority.begin_epoch(connection, epoch, paused=True, restoring=restoring, ledger_id=ledger_id)
     fencing.revoke_all(connection, now)
-    relay.revoke_all(connection)
+    relay.revoke_all(connection, now)
     assistant_work.revoke_all(connection, now.timestamp())
     effects.doubt_all(connection)
 

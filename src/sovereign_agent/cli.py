@@ -81,6 +81,7 @@ def application() -> typer.Typer:
         mail,
         options,
         outcome,
+        simulate,
         supervisor,
         work,
     )
@@ -114,6 +115,7 @@ def application() -> typer.Typer:
         authority.resume,
         authority.backup,
         authority.restore,
+        simulate.simulate,
     ):
         app.command()(verb)
     for name, family in (

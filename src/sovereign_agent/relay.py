@@ -207,8 +207,13 @@ def _sweep(connection: Connection, row: Row, now: datetime) -> bool:
     return changed.rowcount == 1
 
 
-def revoke_all(connection: Connection) -> None:
+def revoke_all(connection: Connection, now: datetime) -> None:
     """Put every claimed message back to NEW, as a restore must. The delivery stays counted."""
+    claimed = connection.execute("SELECT id, fencing_token FROM messages WHERE state = 'CLAIMED' <for update>").rows
+    for row in claimed:
+        journal.record(
+            connection, "message.revoked", row["id"], actor="", at=now, detail={"token": row["fencing_token"]}
+        )
     connection.execute(
         """
         UPDATE messages SET state = 'NEW', claim_owner = NULL, fencing_token = NULL, claim_expires_at = NULL

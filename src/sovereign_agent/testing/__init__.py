@@ -4,6 +4,10 @@ invariants   every promise that a ledger makes, as the rows that would break it
 power_loss   the power goes at every point of a story, and what is left on the disk is opened
 recorder     what is written and synced below a folder, in its order
 torture      real processes, real signals, and then those promises
+schedules    one order of a few actors' transactions, with deaths and jumps of the clock: chosen, and played again
+exploration  every such order
+scenarios    which actors those are, and what must hold of them
+answers      whether all that they were told can be true
 workload     what the tortured processes do
 simulation   thousands of short histories from seeds, on a clock that is told, with faults at every transaction
 cast         who plays in them, and what each can do next

@@ -392,6 +392,7 @@ MESSAGE_MOVES = {
     ("NEW", "message.claimed"): "CLAIMED",
     ("CLAIMED", "message.claimed"): "CLAIMED",
     ("CLAIMED", "message.swept"): "NEW",
+    ("CLAIMED", "message.revoked"): "NEW",
     ("CLAIMED", "message.done"): "DONE",
     ("CLAIMED", "message.dead"): "DEAD",
 }
