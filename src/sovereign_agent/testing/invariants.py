@@ -400,26 +400,19 @@ MESSAGE_MOVES = {
 
 def _message_histories(connection: Connection) -> Iterator[str]:
     """Each message, replayed from its events: it is settled once, and is what its history makes it."""
-    epochs = connection.execute(
-        "SELECT seq FROM events WHERE kind IN ('authority.new_epoch', 'authority.restored') ORDER BY seq"
-    )
-    begun = [int(row["seq"]) for row in epochs]
     rows = connection.execute(
         """
-        SELECT m.id, m.state, m.fencing_token, m.deliveries, v.seq, v.kind, v.detail
+        SELECT m.id, m.state, m.fencing_token, m.deliveries, v.kind, v.detail
           FROM messages m LEFT JOIN events v ON v.subject = m.id AND v.kind LIKE 'message.%' ORDER BY m.seq, v.seq
         """
     )
     for message_id, history in groupby(rows, key=lambda row: str(row["id"])):
-        yield from _message_history(message_id, list(history), begun)
+        yield from _message_history(message_id, list(history))
 
 
-def _message_history(message_id: str, history: list[Row], epochs: list[int]) -> Iterator[str]:
-    state, tokens, seen = "", [0], 0
+def _message_history(message_id: str, history: list[Row]) -> Iterator[str]:
+    state, tokens = "", [0]
     for row in history:
-        if state == "CLAIMED" and any(seen < epoch < row["seq"] for epoch in epochs):
-            state = "NEW"  # another epoch takes every claim back, without a word about each
-        seen = row["seq"] or 0
         move = (state, row["kind"])
         if move not in MESSAGE_MOVES:
             yield f"Message {message_id} was {state or 'unsent'} when {row['kind']} happened to it."
@@ -429,8 +422,6 @@ def _message_history(message_id: str, history: list[Row], epochs: list[int]) -> 
     if tokens != sorted(set(tokens)):
         yield f"Message {message_id} was claimed under the tokens {tokens[1:]}, which do not only grow."
     row = history[-1]
-    if state == "CLAIMED" and any(seen < epoch for epoch in epochs):
-        state = "NEW"
     expected = (state, None if state == "NEW" else tokens[-1], len(tokens) - 1)
     found = (row["state"], row["fencing_token"], row["deliveries"])
     if found != expected:
