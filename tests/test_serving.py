@@ -139,7 +139,7 @@ def require_whole(db: Database, item: str, pieces: int = TURNS) -> None:
     assert sold(db, item) == sorted(piece for piece, told in answers(messages) if told["ok"])
     assert sold(db, item) == list(range(1, pieces + 1))
     assert (status(db, item), events(db, item)["work.done"]) == ("DONE", 1)
-    assert messages[-1] == {"role": "assistant", "content": f"{pieces} sold."}
+    assert messages[-1:] == [{"role": "assistant", "content": f"{pieces} sold."}]
     assert work.get_work(db.connection, item)["result"] == f"{pieces} sold."
 
 
