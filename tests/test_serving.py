@@ -32,7 +32,7 @@ from support import (
     killed_in_a_process,
 )
 
-from sovereign_agent import agent_loop, assistant_service, conversation, heartbeat, journal, supervisor
+from sovereign_agent import agent_loop, assistant_service, conversation, effects, heartbeat, journal, supervisor
 from sovereign_agent import assistant_work as work
 from sovereign_agent.agent_loop import Limits, Message, Turn
 from sovereign_agent.assistant_work import Claim
@@ -329,6 +329,60 @@ def test_a_claim_is_renewed_while_the_model_thinks(shop: Database, location: Loc
         model.goes_on.set()
         eventually(lambda: is_final(shop, item))
     require_whole(shop, item)
+
+
+# --- what leaves the house --------------------------------------------------------------------------------
+
+
+def mailing(_: Claim, then: Callable[[], object] = bool) -> list[ExecutableTool]:
+    """A tool that acts outside of the ledger."""
+
+    def mail(arguments: Piece) -> int:
+        then()
+        if arguments.piece == 2:
+            raise ConnectionError("nobody knows whether it arrived")
+        return arguments.piece
+
+    return [ExecutableTool("sell", "Sell one piece by mail.", Piece, mail, consequential=True)]
+
+
+def ends(db: Database, item: str) -> list[tuple[str, str]]:
+    found = db.connection.execute(
+        """
+        SELECT e.tool, n.outcome FROM effects e LEFT JOIN effect_ends n ON n.operation_id = e.operation_id
+         WHERE e.work_id = ? ORDER BY e.seq
+        """,
+        (item,),
+    )
+    return [tuple(row) for row in found]
+
+
+def test_what_leaves_the_house_is_known_before_it_leaves_and_settled_with_its_answer(shop: Database) -> None:
+    item = work.enqueue(shop, "mail:1", "lucy", "Sell two by mail.")
+    seen = list[Any]()
+    script = scripted(asks(1), asks(2), "I tried both.")
+    serve(shop, item, script, lambda claim: mailing(claim, lambda: seen.append(ends(shop, item))))
+    assert seen == [[("sell", None)], [("sell", "done"), ("sell", None)]]
+    assert ends(shop, item) == [("sell", "done"), ("sell", "unknown")]
+    (left,) = effects.unsettled(shop.connection)
+    assert (left.work_id, left.generation, left.outcome) == (item, 1, "unknown")
+    assert status(shop, item) == "DONE"
+
+
+def test_what_a_killed_service_let_out_is_unknown_to_the_model_and_waits_for_a_person(
+    shop: Database, location: Location
+) -> None:
+    item = work.enqueue(shop, "mail:1", "lucy", "Sell one by mail.")
+    assert killed_in_a_process(mail_and_die, location, item)
+    let_it_run_out(shop, item)
+    serve(shop, item, scripted(asks(1), "I do not know."), mailing)
+    assert [told["error"] for _, told in answers(said(shop, item))] == ["outcome_unknown"]
+    assert [(left.work_id, left.outcome) for left in effects.unsettled(shop.connection)] == [(item, "")]
+    assert status(shop, item) == "DONE"
+
+
+def mail_and_die(location: Location, item: str) -> None:
+    in_a_session(location, serve, item, scripted(asks(1), "Sold."), lambda claim: mailing(claim, die))
 
 
 # --- stopped ----------------------------------------------------------------------------------------------

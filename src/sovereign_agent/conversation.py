@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from sovereign_agent import assistant_work, effects, tool_dispatch
 from sovereign_agent.agent_loop import Limits, LoopResult, LoopStatus, Message, Model, run_loop, tool_message
 from sovereign_agent.assistant_work import Claim
-from sovereign_agent.clock import micros, monotonic
+from sovereign_agent.clock import monotonic
 from sovereign_agent.database import Connection, Database, Row
 from sovereign_agent.errors import Contention, IllegalMove, LedgerUnavailable, SovereignError
 from sovereign_agent.tool_dispatch import Answer, Dispatcher, ExecutableTool, Fence, Occasion, ToolCall
@@ -202,31 +202,35 @@ class _Record:
             epoch=self.claim.epoch,
             tool=call.name,
             arguments=tool_dispatch.argument_text(call.arguments),
-            at=micros(connection.now()),
+            at=assistant_work.assert_current(connection, self.claim),
         )
         self._acting[call.id] = now.operation_id
 
     def observe(self, message: Message) -> None:
         """Write a message, unless it was written with its tool's write, or is the last, which the end is written with.
 
-        Raises Contention (``commit_unknown``) when it is not known whether what a tool writes stands.
+        Raises Contention (``commit_unknown``) when an answer was written, and then it was not known whether for good.
         """
         if message["role"] == "assistant" and not message.get("tool_calls"):
             self.last = message
             return
         call_id = message.get("tool_call_id", "")
-        if written := self._answered.pop(call_id, None):
-            if written != message:
-                raise _commit_unknown()
-            return
+        written = self._answered.pop(call_id, None)
+        if call_id in self._acting:
+            self._settle(self._acting.pop(call_id), message)
+        elif written is None:
+            assistant_work.observe(self.db, self.claim, message)
+        elif written != message:
+            raise Contention("It is not known whether a tool's write was committed.", category="commit_unknown")
+
+    def _settle(self, operation_id: str, message: Message) -> None:
+        """Write the answer of a call that was let out, and how it ended outside, together."""
+        told = json.loads(message["content"])
         with self.db.transaction() as connection:
             assistant_work.observe_work(connection, self.claim, message)
-            if operation := self._acting.pop(call_id, ""):
-                told = json.loads(message["content"])
-                outcome = "done" if told["ok"] else told["effect"]
-                if outcome == "none":  # its handler never ran: it was cut off from the commit that lets it out
-                    raise _commit_unknown()
-                effects.settle(connection, operation, outcome, at=micros(connection.now()))
+            at = assistant_work.assert_current(connection, self.claim)
+            with suppress(IllegalMove):  # nothing to settle: the commit of its intent failed, so it did not leave
+                effects.settle(connection, operation_id, "done" if told["ok"] else told["effect"], at=at)
 
     def explain(self, call: ToolCall, answer: Answer) -> None:
         """Keep what the model is not told."""
@@ -259,10 +263,6 @@ class _Record:
             if self.last:
                 assistant_work.observe_work(connection, self.claim, self.last)
             assistant_work.finish_work(connection, self.claim, status, result)
-
-
-def _commit_unknown() -> Contention:
-    return Contention("It is not known whether a tool's write was committed.", category="commit_unknown")
 
 
 # --- what a model is asked with ---------------------------------------------------------------------------
