@@ -34,7 +34,7 @@ check: $(READY) ## format, lint, types, import contracts, and the rules that scr
 test: $(READY) ## every test, in parallel; ARGS="-k lease" chooses
 	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
-simulate: $(READY) ## every order of the protocols' transactions, with faults; ARGS="--scenario lease" chooses
+simulate: $(READY) ## every order of a few transactions, then 2,000 seeded histories; ARGS="--scenario lease" chooses
 	$(VENV)/bin/sovereign-agent simulate $(ARGS)
 
 torture: $(READY) ## kill real workers at random moments and look for lies; ARGS go to the tool

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sovereign_agent import assistant_service, relay
+from sovereign_agent import assistant_service, cli, relay
 from sovereign_agent.clock import ManualClock
 from sovereign_agent.database import LEDGER_NAME, Connection, Database, Transaction
 from sovereign_agent.errors import Contention, LedgerUnavailable
@@ -48,10 +48,11 @@ def test_every_seed_keeps_every_promise_and_everything_that_can_happen_has_happe
 def test_a_fault_that_never_struck_and_an_act_that_never_succeeded_fail_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert simulation.main(["--seeds", "1", "--steps", "3"]) == 1
+    assert cli.main(["simulate", "--scenario", "last delivery", "--faults", "0", "--seeds", "1"]) == 1
     told = capsys.readouterr().out
-    assert f"NEVER HAPPENED: {Fault.RESTORED}" in told
+    assert f"NEVER HAPPENED: {Fault.STOPPED}" in told
     assert "NEVER HAPPENED: end_run" in told
+    assert told.endswith("and 1 histories. It does not hold.\n")
 
 
 def test_the_same_seed_is_the_same_history_in_another_process_too(template: Path) -> None:
@@ -62,7 +63,7 @@ def test_the_same_seed_is_the_same_history_in_another_process_too(template: Path
 
 
 def simulate(*options: str) -> list[str]:
-    return [sys.executable, "-m", "sovereign_agent.testing.simulation", *options]
+    return [sys.executable, "-m", "sovereign_agent", "simulate", *options]
 
 
 @pytest.fixture
@@ -162,7 +163,7 @@ def test_a_failing_history_is_made_shorter_fails_again_and_holds_once_the_clause
         assert play(template, seed, steps)[0].failures
     assert not play(template, seed, steps)[0].failures
     line = replay_line(seed, steps)
-    assert simulation.main(line.split()[3:]) == 0
+    assert cli.main(line.split()[1:]) == 0
 
 
 # --- the checker is checked -------------------------------------------------------------------------------

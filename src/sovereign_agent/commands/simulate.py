@@ -1,4 +1,4 @@
-"""simulate: the ledger's own proofs, played on this machine."""
+"""simulate: the ledger's own proofs, played here: every order of a few transactions, and thousands of histories."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from sovereign_agent.commands.printing import answer, entry
 if TYPE_CHECKING:
     from sovereign_agent.testing.exploration import Exploration
     from sovereign_agent.testing.schedules import Scenario
+
+SEEDS = 2000
+"""So many histories are played, unless somebody says otherwise."""
 
 Within = Annotated[
     Path | None,
@@ -39,6 +42,16 @@ def simulate(
     replay: Annotated[
         str, typer.Option("--replay", metavar="FILE", help="Play only the schedule of this script. - is stdin.")
     ] = "",
+    seeds: Annotated[
+        int | None,
+        typer.Option("--seeds", metavar="COUNT", min=0, help="So many histories; 2000, or none with --scenario."),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="NUMBER", min=0, help="Play only this history, step by step.")
+    ] = None,
+    only: Annotated[
+        str, typer.Option("--only", metavar="STEPS", help="Of that history, only these steps: 3,17,40.")
+    ] = "",
     root: Within = None,
     json: Json = False,
 ) -> None:
@@ -47,32 +60,82 @@ def simulate(
     Workers, supervisors, an operator and a restore act on a SQLite ledger, one transaction at a time, in every order;
     at every point one of them may die, or the clock may jump forward or back. After each order the ledger is held
     against its promises and against what everybody was told. The first order that breaks one is printed as a script
-    for --replay. Your own ledger is not touched.
+    for --replay.
 
-    Ends with 1 if a promise was broken, or if some kind of fault never happened.
+    Then histories of many transactions are played, each fixed by its seed, with faults of thirteen kinds at random
+    places, and what is left of each is judged. A seed that fails is printed with what plays it again. Your own ledger
+    is not touched.
+
+    Ends with 1 if a promise was broken, or if something that is to be tried never happened.
     """
     if replay:
         _replay(replay, root, as_json=json)
+    if seed is not None:
+        _replay_seed(seed, only, as_json=json)
     found = _interleavings(_chosen(scenario or []), faults, root, as_json=json)
     total, good = sum(one["schedules"] for one in found), all(one["good"] for one in found)
-    told = f"{total} schedules. {'No promise was broken.' if good else 'It does not hold.'}"
-    answer({"interleavings": found, "schedules": total, "good": good}, told, as_json=json)
+    count = seeds if seeds is not None else 0 if scenario else SEEDS
+    histories = _histories(count, as_json=json) if count else None
+    told = f"{total} schedules" + (f" and {count} histories" if histories else "")
+    good = good and not (histories and (histories["failures"] or histories["never"]))
+    verdict = "No promise was broken." if good else "It does not hold."
+    seen = {"interleavings": found, "schedules": total, "histories": histories, "good": good}
+    answer(seen, f"{told}. {verdict}", as_json=json)
     raise typer.Exit(0 if good else 1)
 
 
 def _interleavings(
     scenarios: list[Scenario], faults: int | None, root: Path | None, *, as_json: bool
 ) -> list[dict[str, Any]]:
-    """Explore each scenario, and tell of it at once unless all is told as JSON in the end."""
+    """Explore each scenario, on all processors, and tell of it at once unless all is told as JSON in the end."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
     from sovereign_agent.testing.exploration import explore
 
-    documents: list[dict[str, Any]] = []
-    for scenario in scenarios:
-        found = explore(scenario, faults=faults, within=root)
-        documents.append(_document(scenario, found))
-        if not as_json:
-            typer.echo(_story(scenario, found))
-    return documents
+    if len(scenarios) == 1:
+        return [_told(scenarios[0], explore(scenarios[0], faults=faults, within=root), as_json=as_json)]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        longest_first = reversed(scenarios)
+        begun = {each.name: pool.submit(_explored, each.name, faults, root) for each in longest_first}
+        return [_told(each, begun[each.name].result(), as_json=as_json) for each in scenarios]
+
+
+def _explored(name: str, faults: int | None, root: Path | None) -> Exploration:
+    from sovereign_agent.testing.exploration import explore
+
+    (scenario,) = _chosen([name])
+    return explore(scenario, faults=faults, within=root)
+
+
+def _told(scenario: Scenario, found: Exploration, *, as_json: bool) -> dict[str, Any]:
+    if not as_json:
+        typer.echo(_story(scenario, found))
+    return _document(scenario, found)
+
+
+def _histories(count: int, *, as_json: bool) -> dict[str, Any]:
+    """Play so many seeds; tell what was seen, and of the first that fail what plays them again."""
+    from sovereign_agent.testing import simulation
+
+    report = simulation.run(range(count))
+    replays = [simulation.shortest_replay(each) for each in [*report.failures][: simulation.SHRUNK_SEEDS]]
+    if not as_json:
+        typer.echo("\n".join([report.story(), *replays]))
+    return report.document() | {"replays": replays}
+
+
+def _replay_seed(seed: int, only: str, *, as_json: bool) -> NoReturn:
+    from sovereign_agent.testing import simulation
+
+    try:
+        steps = [int(each) for each in only.split(",")] if only else range(simulation.STEPS)
+    except ValueError:
+        raise typer.BadParameter(f"--only takes numbers of steps: 3,17,40. Not {only!r}.") from None
+    trace, failures = simulation.replayed(seed, steps)
+    found = failures or ["No promise was broken."]
+    answer({"seed": seed, "trace": trace, "failures": failures}, "\n".join([*trace, *found]), as_json=as_json)
+    raise typer.Exit(1 if failures else 0)
 
 
 def _document(scenario: Scenario, found: Exploration) -> dict[str, Any]:

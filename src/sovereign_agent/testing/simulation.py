@@ -1,7 +1,7 @@
 """Simulation: many short histories of one organization, each fixed by its seed, and a checker over what is left.
 
-    python -m sovereign_agent.testing.simulation --seeds 2000
-    python -m sovereign_agent.testing.simulation --seed 17          one of them, again
+    sovereign-agent simulate --seeds 2000
+    sovereign-agent simulate --seed 17          one of them, again
 
 Workers, supervisors, a planner and an operator take turns on one ledger in one process: the shipped functions on a
 real SQLite file, a clock that moves only when told to, and faults at the boundaries of transactions. Each step's dice
@@ -14,12 +14,9 @@ A fault that never struck, or an act that never succeeded, fails the run: what d
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Sequence
@@ -33,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import tomlkit
-import typer
 
 from sovereign_agent import assistant_service, assistant_work, configuration, supervisor
 from sovereign_agent.clock import ManualClock, monotonic
@@ -44,7 +40,6 @@ from sovereign_agent.testing.cast import OPERATORS, Operator, Planner, Process, 
 from sovereign_agent.testing.checker import DIARY, breaches
 from sovereign_agent.testing.faults import AT_A_TRANSACTION, Fault, FaultyDatabase, Killed
 
-SEEDS = 2000
 STEPS = 120
 CAST = (Worker, Worker, Worker, Supervisor, Supervisor, Planner, Operator)
 TURNS = (6, 6, 6, 1, 1, 6, 2)
@@ -272,7 +267,20 @@ def shrunk(template: Path, seed: int, steps: Sequence[int]) -> list[int]:
 def replay_line(seed: int, steps: Sequence[int]) -> str:
     """What to type to see one history again."""
     which = "" if len(steps) == STEPS else f" --only {','.join(map(str, steps))}"
-    return f"python -m sovereign_agent.testing.simulation --seed {seed}{which}"
+    return f"sovereign-agent simulate --seed {seed}{which}"
+
+
+def shortest_replay(seed: int) -> str:
+    """What to type to see as little of a failing history as still fails."""
+    with _scratch() as folder:
+        return replay_line(seed, shrunk(make_template(folder), seed, range(STEPS)))
+
+
+def replayed(seed: int, steps: Sequence[int]) -> tuple[list[str], list[str]]:
+    """One history again, or only these steps of it: what happened at each step, and the lies."""
+    with _scratch() as folder:
+        report, trace = play(make_template(folder), seed, steps)
+    return trace, report.failures.get(seed, [])
 
 
 # --- many histories ---------------------------------------------------------------------------------------
@@ -322,45 +330,3 @@ def _scratch() -> Generator[Path]:
     where = memory if os.access(memory, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="sovereign-simulation-", dir=where) as folder:
         yield Path(folder)
-
-
-# --- the command line -------------------------------------------------------------------------------------
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate, and print what was seen. 0 when no lie was found and everything has happened, else 1."""
-    options = _parser().parse_args(arguments)
-    if options.seed is not None and options.seeds is None:
-        steps = [int(each) for each in options.only.split(",")] if options.only else range(options.steps)
-        return _replay(options.seed, steps, as_json=options.json)
-    first = options.seed or 0
-    report = run(range(first, first + (options.seeds or SEEDS)), steps=options.steps)
-    typer.echo(json.dumps(report.document(), indent=2) if options.json else report.story())
-    for seed in [*report.failures][:SHRUNK_SEEDS]:
-        with _scratch() as folder:
-            typer.echo(replay_line(seed, shrunk(make_template(folder), seed, range(options.steps))), err=True)
-    return 1 if report.failures or report.never() else 0
-
-
-def _replay(seed: int, steps: Sequence[int], *, as_json: bool) -> int:
-    """Play one seed again and tell every step."""
-    with _scratch() as folder:
-        report, trace = play(make_template(folder), seed, steps)
-    found = report.failures.get(seed, [])
-    document = {"seed": seed, "trace": trace, "failures": found}
-    typer.echo(json.dumps(document, indent=2) if as_json else "\n".join([*trace, *found]))
-    return 1 if report.failures else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sovereign_agent.testing.simulation")
-    parser.add_argument("--seeds", type=int, help=f"how many histories are played ({SEEDS})")
-    parser.add_argument("--seed", type=int, help="the first of them (0); without --seeds the only one, step by step")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"how long each is ({STEPS})")
-    parser.add_argument("--only", default="", metavar="STEPS", help="of a single seed, only these steps")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())
