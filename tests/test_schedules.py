@@ -438,7 +438,7 @@ def test_a_failure_is_printed_as_a_script_that_the_verb_plays_again(capsys, monk
 def test_a_kind_of_fault_that_never_fired_fails_the_run(capsys, monkeypatch):
     scenario, _ = toy(a=send)
     monkeypatch.setattr(simulate, "_chosen", lambda _: [scenario])
-    code, out, _ = verb(capsys)
+    code, out, _ = verb(capsys, "--seeds", "0")
     assert (code, "NEVER  is paused\n" in out) == (1, True)
     assert out.endswith("It does not hold.\n")
 
