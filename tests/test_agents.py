@@ -766,12 +766,12 @@ def test_an_agent_that_cannot_be_meant_is_refused_with_its_line(right, wrong, ke
     with pytest.raises(ConfigurationFault) as refused:
         load(tmp_path)
     assert f"providers.agent.{key}" in str(refused.value)
-    line = next(n for n, each in enumerate(text.split("\n"), 1) if wrong in each)
+    line = max(n for n, each in enumerate(text.split("\n"), 1) if wrong in each)
     assert f"line {line}" in refused.value.inspect
     assert refused.value.next_command
 
 
-@pytest.mark.parametrize("kind", ["model", "Claude", "openai"])
+@pytest.mark.parametrize("kind", ["models", "Claude", "openai"])
 def test_a_kind_that_is_not_known_is_answered_with_those_that_are(kind, tmp_path):
     (tmp_path / "sovereign.toml").write_text(default_text() + AGENT.replace("codex", kind))
     with pytest.raises(ConfigurationFault, match="no such kind of provider") as refused:

@@ -745,13 +745,17 @@ LINES = {
         INSERT INTO effect_ends (operation_id, outcome, actor, reason, created_at)
         SELECT operation_id, 'done', '', '', 1 FROM effects
     """,
+    "assistant_evidence": """
+        INSERT INTO assistant_evidence (work_id, generation, call_id, code, detail, created_at)
+        SELECT id, 1, 'c', 'code', 'detail', 1 FROM assistant_work
+    """,
 }
 """One plain insert for each table that only grows."""
 
 
 def test_the_tables_that_must_only_grow_are_the_ones_that_do() -> None:
     promised = {"events", "receipts", "evidence", "verifications", "reviews", "acceptances", "rulings", "heartbeats"}
-    promised |= {"assistant_transcript", "assistant_delegations", "effects", "effect_ends"}
+    promised |= {"assistant_transcript", "assistant_delegations", "assistant_evidence", "effects", "effect_ends"}
     assert set(APPEND_ONLY) == promised == set(LINES)
 
 

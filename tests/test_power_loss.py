@@ -110,7 +110,8 @@ def test_with_a_session_that_does_not_sync_a_cut_loses_what_was_confirmed(
     assert any("that were confirmed are gone" in finding for finding in findings)
 
 
-def _without_a_sync(folder: int, name: str, content: bytes) -> None:
+def _without_a_sync(folder: int, name: str, content: bytes, *, owner: object) -> None:
+    del owner
     temporary = f".{name}.{secrets.token_hex(8)}"
     file = os.open(temporary, os.O_WRONLY | os.O_CREAT, dir_fd=folder)
     os.write(file, content)

@@ -27,7 +27,7 @@ from sovereign_agent.testing.invariants import violations
 from sovereign_agent.testing.simulation import World, play, replay_line, shrunk
 
 SEEDS = 50
-STORY_SEED, STORY_STEPS = 6, 400
+STORY_SEED, STORY_STEPS = 11, 500
 STEPS = range(simulation.STEPS)
 MANY = 200
 """So many seeds may pass before a clause that is gone is noticed."""

@@ -209,11 +209,10 @@ def _sweep(connection: Connection, row: Row, now: datetime) -> bool:
 
 def revoke_all(connection: Connection, now: datetime) -> None:
     """Put every claimed message back to NEW, as a restore must. The delivery stays counted."""
-    claimed = connection.execute("SELECT id, fencing_token FROM messages WHERE state = 'CLAIMED' <for update>").rows
+    claimed = connection.execute("SELECT * FROM messages WHERE state = 'CLAIMED' <for update>").rows
     for row in claimed:
-        journal.record(
-            connection, "message.revoked", row["id"], actor="", at=now, detail={"token": row["fencing_token"]}
-        )
+        detail = {"token": row["fencing_token"]}
+        journal.record(connection, "message.revoked", row["id"], actor=row["claim_owner"], at=now, detail=detail)
     connection.execute(
         """
         UPDATE messages SET state = 'NEW', claim_owner = NULL, fencing_token = NULL, claim_expires_at = NULL
