@@ -46,7 +46,7 @@ MEMORY = Path("/dev/shm")  # noqa: S108 - only a folder of its own is made in it
 CLOCK = "clock"
 PAUSE = "is paused"
 HEADER = "scenario "
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 180.0
 """How long a step may take before the run is given up: nothing in a step waits for anybody."""
 
 
