@@ -1493,7 +1493,9 @@ def test_what_left_the_house_is_shown_and_a_person_speaks_of_it(root, call):
     told = call("assistant", "effects", *place).out
     assert "op_1  order" in told
     assert "nobody saw it" in told
-    assert "next   sovereign-agent assistant reconcile op_1 --outcome done|none --by ACTOR --reason TEXT --root" in told
+    assert (
+        "next   sovereign-agent assistant reconcile op_1 --outcome DONE-OR-NONE --by ACTOR --reason TEXT --root" in told
+    )
     assert "\\x1b[31mTEA" in told
     (second,) = call("assistant", "effects", "--after", 1, *place, "--json").document["effects"]
     assert (second["operation_id"], second["outcome"], second["of_older_epoch"]) == ("op_2", "", False)

@@ -28,7 +28,6 @@ Origin = Annotated[
     str, typer.Option("--origin", metavar="NAME", help="What caused it. The same origin is the same item.")
 ]
 ENDED = ("DONE", "BLOCKED", "CANCELED", "PARKED")
-SHOWN_OF_AN_END = ("evidence", "transcript")
 TIMES = ("expires_at", "available_at", "created_at", "finished_at")
 
 
@@ -253,7 +252,8 @@ def ask(
         return
     facts = [
         ("why", ended["result"]),
-        *(("look", f"sovereign-agent assistant {verb} {item}") for verb in SHOWN_OF_AN_END),
+        ("look", f"sovereign-agent assistant evidence {item}"),
+        ("look", f"sovereign-agent assistant transcript {item}"),
     ]
     answer(ended, entry(f"Item {item} is {ended['status']}.", facts), as_json=json)
     raise typer.Exit(1)
