@@ -400,11 +400,17 @@ def test_an_operator_backs_up_restores_looks_and_resumes(call, local_root, tmp_p
     shown = call("authority", "show", "--root", local_root, "--json").document
     assert (shown["agrees"], shown["health"]["paused"]) == (True, True)
     assert shown["health"]["epoch"] == shown["health"]["marker"] == restored["epoch"]
+    assert call("status", "--root", local_root, "--json").document["paused"] is True
+    told = call("status", "--root", local_root).out.splitlines()
+    assert told[0] == "The ledger is paused: nothing new begins."
+    assert told[1].startswith("  next   sovereign-agent resume")
     assert finding(call, local_root)["verdict"] == "warn"
     assert call("resume", *by).code == 0
     assert finding(call, local_root)["verdict"] == "ok"
+    assert "paused" not in call("status", "--root", local_root).out
     for words in ([], ["--resume", "--rollback"], [backup, "--resume"]):
-        assert call("restore", *words, *by, "--json").error["category"] == "usage"
+        refused = call("restore", *words, *by, "--json")
+        assert (refused.code, refused.error["category"]) == (2, "usage")
     assert call("restore", "--resume", *by, "--json").error["category"] == "restore_none"
     assert call("pause", "--by", "nobody", "--reason", "r", "--root", local_root).code == 2
 
@@ -1473,6 +1479,7 @@ def test_the_assistant_speaks_to_people_too(root, call):
     assert "Two tubs left." in call("assistant", "transcript", item, *place).out
     assert call("assistant", "cancel", item, "--by", "nobody", *place).code == 2
     assert call("assistant", "transcript", "work_0", *place).code == 1
+    assert call("inspect", item, *place, "--json").error["next_command"] == f"sovereign-agent assistant status {item}"
 
 
 def test_what_left_the_house_is_shown_and_a_person_speaks_of_it(root, call):
@@ -1486,6 +1493,9 @@ def test_what_left_the_house_is_shown_and_a_person_speaks_of_it(root, call):
     told = call("assistant", "effects", *place).out
     assert "op_1  order" in told
     assert "nobody saw it" in told
+    assert (
+        "next   sovereign-agent assistant reconcile op_1 --outcome DONE-OR-NONE --by ACTOR --reason TEXT --root" in told
+    )
     assert "\\x1b[31mTEA" in told
     (second,) = call("assistant", "effects", "--after", 1, *place, "--json").document["effects"]
     assert (second["operation_id"], second["outcome"], second["of_older_epoch"]) == ("op_2", "", False)

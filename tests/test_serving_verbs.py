@@ -86,6 +86,7 @@ def test_asking_ends_with_one_and_the_reason_when_no_answer_came_of_it(
     assert "BLOCKED" in asked.out
     assert "MODEL_FAILED script_ended" in asked.out
     (item,) = org.db.connection.execute("SELECT id FROM assistant_work").rows[0]
+    assert f"look   sovereign-agent assistant evidence {item}" in asked.out
     shown = call("assistant", "evidence", item, "--root", location.root)
     assert "tool_not_allowed" in shown.out
     assert "script_ended" in shown.out
@@ -96,7 +97,8 @@ REFUSED = [
     ("key_missing", 'model = "gpt-5.1"\nkey_env = "NO_SUCH_KEY"', False),
     ("tools_unusable", 'tools = "builtins:repr"', True),
     ("tools_unusable", 'tools = "sovereign_agent.clock:moment"', True),
-    ("script_unreadable", "", True),
+    ("script_unreadable", '{"text": "no list"}', True),
+    ("script_unreadable", '[{"txt": "its key is mistyped"}]', True),
 ]
 
 
@@ -105,10 +107,11 @@ REFUSED = [
 def test_a_service_without_what_it_needs_says_what_to_type_and_queues_nothing(
     local: Path, call: Call, script: Path, *, category: str, settings: str, verb: list[str], played: bool
 ) -> None:
-    path = local / "sovereign.toml"
-    path.write_text(f"{path.read_text()}\n[assistant]\n{settings}")
     if category == "script_unreadable":
-        script.write_text('{"text": "no list"}')
+        script.write_text(settings)
+    else:
+        path = local / "sovereign.toml"
+        path.write_text(f"{path.read_text()}\n[assistant]\n{settings}")
     refused = call("assistant", *verb, "--json", "--root", local, *(["--script", script] if played else []))
     assert (refused.code, refused.error["category"]) == (2, category)
     assert refused.error["next_command"]

@@ -58,7 +58,7 @@ def answering(
 def _scripted(path: Path) -> Model:
     try:
         turns: Any = json.loads(path.read_text("utf-8"))
-        return ScriptedModel([scripted_turn(turn.get("text", ""), turn.get("calls", ())) for turn in turns])
+        return ScriptedModel([scripted_turn(**turn) for turn in turns])
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise ConfigurationFault(
             f"{path} is no script.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as codec
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,7 +62,8 @@ def enqueue(
             retries=retries,
         )
         found = _shown(assistant_work.get_work(org.db.connection, item))
-    facts = [("look", f"sovereign-agent assistant status {item}"), ("next", "sovereign-agent assistant claim OWNER")]
+    taker = "" if role == "shop" else f" --role {shlex.quote(role)}"
+    facts = [("look", f"sovereign-agent assistant status {item}"), ("next", f"sovereign-agent assistant serve{taker}")]
     answer(found, entry(f"Item {item} is {found['status']}.", facts), as_json=json)
 
 
@@ -188,7 +190,7 @@ def evidence(
     text = "\n".join(
         entry(f"{one['seq']}  {one['code']}", [("call", one["call_id"]), ("why", one["detail"])]) for one in pieces
     )
-    answer({"evidence": pieces}, text or "Nothing failed.", as_json=json)
+    answer({"evidence": pieces}, text or "No evidence was kept.", as_json=json)
 
 
 Script = Annotated[
@@ -248,7 +250,11 @@ def ask(
     if ended["status"] == "DONE":
         answer(ended, "\n".join(map(plain, ended["result"].splitlines())), as_json=json)
         return
-    facts = [("why", ended["result"]), ("look", f"sovereign-agent assistant transcript {item}")]
+    facts = [
+        ("why", ended["result"]),
+        ("look", f"sovereign-agent assistant evidence {item}"),
+        ("look", f"sovereign-agent assistant transcript {item}"),
+    ]
     answer(ended, entry(f"Item {item} is {ended['status']}.", facts), as_json=json)
     raise typer.Exit(1)
 

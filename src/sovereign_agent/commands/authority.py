@@ -11,7 +11,7 @@ import typer
 
 from sovereign_agent.commands.options import HERE, By, Json, Root
 from sovereign_agent.commands.printing import answer, entry, tally
-from sovereign_agent.errors import IllegalMove, Refusal
+from sovereign_agent.errors import Refusal
 
 if TYPE_CHECKING:
     from sovereign_agent.database import Database
@@ -75,9 +75,7 @@ def restore(
     from sovereign_agent import assistant_service
 
     if [source is not None, go_on, rollback].count(True) != 1:
-        raise IllegalMove(
-            "Nothing was restored.", category="usage", why="It takes one of: a FILE, --resume, --rollback."
-        )
+        raise typer.BadParameter("Nothing was restored. It takes one of: a FILE, --resume, --rollback.")
     with _ledger(root, by, authority_required=False) as db:
         if source:
             done = assistant_service.restore(db, source, actor=by, reason=reason)

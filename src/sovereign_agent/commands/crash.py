@@ -195,8 +195,9 @@ class CrashDemo:
         self.story.scene(f"The work is assigned again. This worker runs {assignment.id} and is stopped with SIGSTOP.")
         self.await_end(org, assignment.id)
         gone = not _lives(program)
+        program_is = "gone" if gone else "still there"
         self.story.say(
-            f"Its attempt has run out and was recovered: FAILED. Its program is gone: {gone}. SIGCONT wakes it."
+            f"Its attempt has run out and was recovered: FAILED. Its program is {program_is}. SIGCONT wakes it."
         )
         before = _canonical_rows(org)
         worker.send_signal(signal.SIGCONT)

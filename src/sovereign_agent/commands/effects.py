@@ -57,6 +57,7 @@ def reconcile(
 
 
 def _facts(effect: Effect) -> list[tuple[str, object]]:
+    words = "--outcome DONE-OR-NONE --by ACTOR --reason TEXT"
     return [
         ("number", effect.seq),
         ("asked", effect.arguments),
@@ -64,4 +65,5 @@ def _facts(effect: Effect) -> list[tuple[str, object]]:
         ("left", effect.created_at),
         ("by", f"item {effect.work_id}, generation {effect.generation}"),
         ("epoch", f"{effect.epoch}, which is over" if effect.of_older_epoch else effect.epoch),
+        ("next", f"sovereign-agent assistant reconcile {effect.operation_id} {words}"),
     ]

@@ -11,8 +11,9 @@ from dataclasses import fields
 from typing import Any, cast
 
 from sovereign_agent import assistant_work, fencing, heartbeat, journal, liveness, outcomes, runs
+from sovereign_agent.commands.authority import RESUME
 from sovereign_agent.commands.printing import entry, tally, to_json
-from sovereign_agent.database import Connection
+from sovereign_agent.database import Connection, authority
 from sovereign_agent.errors import Refusal
 from sovereign_agent.heartbeat import Service
 from sovereign_agent.journal import Record
@@ -23,6 +24,7 @@ from sovereign_agent.records import Assignment, Event, ExecutionAttempt, Message
 CANDIDATES_SHOWN = 5
 OUTCOMES_SHOWN = 100
 STUCK = (SowState.FAILED, SowState.BLOCKED)
+ITEM = re.compile(r"work_[0-9a-f]{32}")
 ID = re.compile(r"[a-z]{3}_[0-9a-f]{0,32}")
 
 Document = dict[str, Any]
@@ -70,7 +72,7 @@ def actor_text(actor: Document) -> str:
 
 def status(org: Organization) -> Document:
     """The oldest open outcomes with their statements of work and assignments; `more` if there are others."""
-    connection = org.db.connection
+    connection, control = org.db.connection, authority.find_control(org.db.connection)
     open_outcomes = outcomes.open_outcomes(connection, limit=OUTCOMES_SHOWN + 1)
     work = [
         {
@@ -90,6 +92,7 @@ def status(org: Organization) -> Document:
     more = len(open_outcomes) > OUTCOMES_SHOWN
     return {
         "organization": org.settings.organization.name,
+        "paused": control is not None and control.paused,
         "outcomes": work,
         "more": more,
         "assistant": assistant_work.count_open(connection),
@@ -117,7 +120,8 @@ def status_text(document: Document) -> str:
         lines.append(entry(f"assistant work: {told}", [("look", "sovereign-agent assistant status")]))
     if not lines:
         lines.append(entry(f"{document['organization']} has no open outcome."))
-    return "\n".join([*lines, *map(service_text, document["services"])])
+    paused = [entry("The ledger is paused: nothing new begins.", [RESUME])] if document["paused"] else []
+    return "\n".join([*paused, *lines, *map(service_text, document["services"])])
 
 
 def service_text(service: Service) -> str:
@@ -244,12 +248,13 @@ def _find(connection: Connection, beginning: str) -> Record:
             why=f"There are {', '.join(record.id for record in found)}{' ...' * (len(found) == CANDIDATES_SHOWN)}.",
             next_command="repeat the command with more of the id",
         )
+    item = f"sovereign-agent assistant status {beginning}" if ITEM.fullmatch(beginning) else ""
     raise Refusal(
         f"There is nothing with the id {beginning}.",
         category="unknown_id",
         why="No out_, sow_, asg_, att_, rcp_ or msg_ id of this ledger begins like that.",
         inspect="sovereign-agent status",
-        next_command="repeat the command with an id that stands there",
+        next_command=item or "repeat the command with an id that stands there",
     )
 
 

@@ -230,7 +230,13 @@ def _refused(path: Path, category: str, why: str) -> Refusal:
 
 
 def _unwritten(path: Path, category: str, why: str) -> IllegalMove:
-    return IllegalMove(f"{path} was not written.", category=category, why=why, inspect=f"ls -l {path.parent}")
+    return IllegalMove(
+        f"{path} was not written.",
+        category=category,
+        why=why,
+        inspect=f"ls -l {path.parent}",
+        next_command="sovereign-agent backup FILE, a new one in a folder that is there",
+    )
 
 
 def _row_counts(raw: sqlite3.Connection) -> dict[str, int]:
