@@ -287,6 +287,22 @@ def test_an_extension_shares_the_ledgers_transactions_and_its_rules(db: Database
         db.connection.execute("DELETE FROM sales")
 
 
+@pytest.mark.parametrize(
+    ("sql", "category"),
+    [
+        ("CREATE TABLE labels (id <integer> PRIMARY KEY)", "migration_unended"),
+        ("CREATE TABLE labels (id <integer> PRIMARY KEY);\nCREATE TABEL shelves (id <integer>);", "ledger_fault"),
+    ],
+)
+def test_an_extension_that_is_no_sql_is_refused_with_a_name_and_leaves_nothing(
+    sql: str, category: str, db: Database
+) -> None:
+    before = db.connection.tables()
+    assert answer(db.extend, "labels", [Migration(1, "labels", sql, min_writer=1)]) == category
+    assert db.connection.tables() == before
+    db.extend("labels", [Migration(1, "labels", f"{sql.partition(chr(59))[0]};", min_writer=1)])
+
+
 def extend_at_once(_: int, location: Location) -> str:
     db = location.open()
     db.extend("store", [SHELVES, LABELS])

@@ -27,7 +27,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from sovereign_agent.errors import ConstraintBroken, Contention, IllegalMove, LedgerFault, LedgerUnavailable
+from sovereign_agent.errors import (
+    ConfigurationFault,
+    ConstraintBroken,
+    Contention,
+    IllegalMove,
+    LedgerFault,
+    LedgerUnavailable,
+)
 
 Value = str | int | float | bytes | None
 SMALLEST, GREATEST = -(2**63), 2**63 - 1
@@ -334,7 +341,12 @@ def split_statements(sql: str) -> list[str]:
             statements.append("\n".join(lines).strip().removesuffix(";"))
             lines = []
     if any(line.strip() and not line.lstrip().startswith("--") for line in lines):
-        raise ValueError(f"a schema statement has no end: {lines[-1]!r}")
+        raise ConfigurationFault(
+            "A migration has a statement without an end.",
+            category="migration_unended",
+            why=f"Behind its last semicolon stands {lines[-1].strip()!r}.",
+            next_command="end each statement with a semicolon, at the end of a line",
+        )
     return statements
 
 
