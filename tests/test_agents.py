@@ -766,7 +766,7 @@ def test_an_agent_that_cannot_be_meant_is_refused_with_its_line(right, wrong, ke
     with pytest.raises(ConfigurationFault) as refused:
         load(tmp_path)
     assert f"providers.agent.{key}" in str(refused.value)
-    line = next(n for n, each in enumerate(text.split("\n"), 1) if wrong in each)
+    line = max(n for n, each in enumerate(text.split("\n"), 1) if wrong in each)
     assert f"line {line}" in refused.value.inspect
     assert refused.value.next_command
 
