@@ -26,7 +26,16 @@ from typing import Any, NamedTuple, Protocol
 from sovereign_agent import clock, tool_dispatch
 from sovereign_agent.errors import ProviderFault, SovereignError
 from sovereign_agent.records import new_id
-from sovereign_agent.tool_dispatch import Answer, Dispatcher, Occasion, ToolCall, argument_text, as_json, refused
+from sovereign_agent.tool_dispatch import (
+    Answer,
+    Dispatcher,
+    Occasion,
+    ToolCall,
+    argument_text,
+    as_json,
+    nothing,
+    refused,
+)
 
 Message = dict[str, Any]
 """One message of a conversation, in the shape that OpenAI-compatible endpoints speak."""
@@ -193,7 +202,7 @@ def run_loop(
     Raises what `observe`, `evidence`, `check_current` and `stop` raise, and what the house says through the model
     (Contention, LedgerFault), but for a loss of authority, which is a status.
     """
-    hooks = (observe or _ignore, evidence or _ignore, check_current or _ignore, stop or _ignore)
+    hooks = (observe or nothing, evidence or nothing, check_current or nothing, stop or nothing)
     authority = bool(check_current or observe)
     run = _Run(model, dispatcher, limits, *hooks, authority, key or new_id("run"), monotonic)
     try:
@@ -204,7 +213,7 @@ def run_loop(
         if not tool_dispatch.refuses_authority(error):
             raise
         end = _End(LoopStatus.AUTHORITY_LOST, detail=str(error))
-        run.observe = run.evidence = _ignore  # the record is another's now
+        run.observe = run.evidence = nothing  # the record is another's now
         run.close()
     run.account.status, run.account.failure, run.account.detail, run.account.answer = end
     return run.account
@@ -435,7 +444,3 @@ def _speakable(name: str) -> str:
 
 def _size(message: Message) -> int:
     return len(as_json(message).encode())
-
-
-def _ignore(*_: object) -> None:
-    pass

@@ -140,7 +140,7 @@ def converse(
             told,
             limits=replace(limits, result_bytes=min(limits.result_bytes, MOST_RESULT_BYTES)),
             observe=record.observe,
-            evidence=record.explain,
+            evidence=lambda call, answer: record.note(call.id, answer.code, answer.detail),
             check_current=check_current,
             stop=lambda: watch.stopping or stop(),
             key=claim.id,
@@ -194,16 +194,8 @@ class _Record:
             assistant_work.observe_work(connection, self.claim, message)
             self._answered[call.id] = message
             return
-        effects.intend(
-            connection,
-            now.operation_id,
-            work_id=self.claim.id,
-            generation=self.claim.generation,
-            epoch=self.claim.epoch,
-            tool=call.name,
-            arguments=tool_dispatch.argument_text(call.arguments),
-            at=assistant_work.assert_current(connection, self.claim),
-        )
+        at, asked = assistant_work.assert_current(connection, self.claim), tool_dispatch.argument_text(call.arguments)
+        effects.intend(connection, now.operation_id, self.claim, tool=call.name, arguments=asked, at=at)
         self._acting[call.id] = now.operation_id
 
     def observe(self, message: Message) -> None:
@@ -232,14 +224,11 @@ class _Record:
             with suppress(IllegalMove):  # nothing to settle: the commit of its intent failed, so it did not leave
                 effects.settle(connection, operation_id, "done" if told["ok"] else told["effect"], at=at)
 
-    def explain(self, call: ToolCall, answer: Answer) -> None:
-        """Keep what the model is not told."""
-        self.note(call.id, answer.code, answer.detail)
-
     def note(self, call_id: str, code: str, detail: str) -> None:
-        """Append private evidence, if there is any."""
+        """Append private evidence, if there is any: what the model is not told."""
         if not detail:
             return
+        kept = tool_dispatch.excerpt(detail, MOST_EVIDENCE_BYTES)
         with self.db.transaction() as connection:
             at = assistant_work.assert_current(connection, self.claim)
             connection.execute(
@@ -247,14 +236,7 @@ class _Record:
                 INSERT INTO assistant_evidence (work_id, generation, call_id, code, detail, created_at)
                 VALUES (?, ?, ?, ?, ?, ?)
                 """,
-                (
-                    self.claim.id,
-                    self.claim.generation,
-                    call_id,
-                    code,
-                    tool_dispatch.excerpt(detail, MOST_EVIDENCE_BYTES),
-                    at,
-                ),
+                (self.claim.id, self.claim.generation, call_id, code, kept, at),
             )
 
     def finish(self, status: str, result: str) -> None:

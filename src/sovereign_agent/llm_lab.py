@@ -126,12 +126,9 @@ class LiveModel:
         ``unauthorized``, ``request_refused``, ``reply_too_large``, and what `read_reply` raises).
         """
         bound = "max_tokens" if self.base_url else "max_completion_tokens"  # the older word is the common one
-        request = {
-            "model": self.model,
-            "messages": messages,
-            bound: output_tokens,
-            **({"tools": tools} if tools else {}),
-        }
+        request = {"model": self.model, "messages": messages, bound: output_tokens} | (
+            {"tools": tools} if tools else {}
+        )
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return read_reply(self._post_by(deadline, request), self.prices)

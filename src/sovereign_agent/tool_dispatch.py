@@ -74,8 +74,8 @@ AT_LEISURE = Occasion()
 """No deadline, and no name: for calls that are made by hand."""
 
 
-def _nothing(*_: object) -> None:
-    pass
+def nothing(*_: object) -> None:
+    """What is called where nobody wants to be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Fence:
 
     transaction: Callable[[], AbstractContextManager[Any]]
     check: Callable[[Any, ToolCall], Any]
-    record: Callable[[Any, ToolCall, Occasion, Answer | None], Any] = _nothing
+    record: Callable[[Any, ToolCall, Occasion, Answer | None], Any] = nothing
 
 
 @dataclass(frozen=True, slots=True)
