@@ -74,8 +74,8 @@ def test_wings_are_left_out_of_the_totals_but_not_of_the_limit_for_one_file(pack
     assert "testing/kit.py" in fails("verify_source_budget.py", package)
 
 
-def test_the_forty_ninth_module_is_too_many(package):
-    for number in range(47):
+def test_the_fifty_first_module_is_too_many(package):
+    for number in range(49):
         put(package, f"src/sovereign_agent/room{number}.py", "a = 1\n")
     passes("verify_source_budget.py", package)
     put(package, "src/sovereign_agent/storage/__init__.py", "a = 1\n")
@@ -90,10 +90,10 @@ def test_a_file_that_only_explains_is_no_module(package):
 
 
 def test_one_code_line_more_than_the_budget_is_too_many(package):
-    for number in range(20):
-        put(package, f"src/sovereign_agent/room{number}.py", "a = 1\n" * (400 if number else 399))
+    for number in range(22):
+        put(package, f"src/sovereign_agent/room{number}.py", "a = 1\n" * (400 if number else 99))
     passes("verify_source_budget.py", package)
-    put(package, "src/sovereign_agent/room0.py", "a = 1\n" * 400)
+    put(package, "src/sovereign_agent/room0.py", "a = 1\n" * 100)
     assert "OVER" in fails("verify_source_budget.py", package)
 
 

@@ -344,10 +344,7 @@ class _Run:
         cut = turn.finish_reason == "length"
         text = tool_dispatch.storable(turn.text)
         if not cut and turn.finish_reason not in {"stop", "tool_calls"}:
-            return _End(
-                LoopStatus.MODEL_FAILED,
-                tool_dispatch.excerpt(tool_dispatch.storable(turn.finish_reason), 60) or "no_finish_reason",
-            )
+            return _End(LoopStatus.MODEL_FAILED, tool_dispatch.excerpt(turn.finish_reason, 60) or "no_finish_reason")
         if len(text.encode()) > MOST_TEXT_BYTES:
             return _End(LoopStatus.MODEL_FAILED, "reply_too_large")
         if not turn.calls and not text.strip():
@@ -419,7 +416,7 @@ def _reply(text: str, calls: Sequence[ToolCall]) -> Message:
 
 
 def _named(call: ToolCall, place: int) -> ToolCall:
-    return replace(call, id=tool_dispatch.excerpt(tool_dispatch.storable(call.id), MOST_ID_BYTES) or f"call_{place}")
+    return replace(call, id=tool_dispatch.excerpt(call.id, MOST_ID_BYTES) or f"call_{place}")
 
 
 def tool_message(call_id: str, answer: Answer) -> Message:
@@ -433,7 +430,7 @@ def _replayable(arguments: Any) -> str:
         return argument_text(arguments)
     except ValueError:
         text = arguments if isinstance(arguments, str) else type(arguments).__name__
-        return as_json({"unreadable": tool_dispatch.excerpt(tool_dispatch.storable(text), MOST_UNREADABLE_BYTES)})
+        return as_json({"unreadable": tool_dispatch.excerpt(text, MOST_UNREADABLE_BYTES)})
 
 
 def _speakable(name: str) -> str:

@@ -303,8 +303,8 @@ def storable(text: str) -> str:
 
 
 def excerpt(text: str, most_bytes: int) -> str:
-    """The first `most_bytes` of a text, in UTF-8, without half a character at the end."""
-    return text.encode("utf-8", "replace")[: max(most_bytes, 0)].decode(errors="ignore")
+    """The first `most_bytes` of a storable text, in UTF-8, without half a character at the end."""
+    return storable(text).encode()[: max(most_bytes, 0)].decode(errors="ignore")
 
 
 def refuses_authority(error: BaseException) -> bool:
