@@ -140,7 +140,7 @@ def converse(
             told,
             limits=replace(limits, result_bytes=min(limits.result_bytes, MOST_RESULT_BYTES)),
             observe=record.observe,
-            evidence=lambda call, answer: record.note(call.id, answer.code, answer.detail),
+            evidence=record.explain,
             check_current=check_current,
             stop=lambda: watch.stopping or stop(),
             key=claim.id,
@@ -224,8 +224,12 @@ class _Record:
             with suppress(IllegalMove):  # nothing to settle: the commit of its intent failed, so it did not leave
                 effects.settle(connection, operation_id, "done" if told["ok"] else told["effect"], at=at)
 
+    def explain(self, call: ToolCall, answer: Answer) -> None:
+        """Keep what the model is not told."""
+        self.note(call.id, answer.code, answer.detail)
+
     def note(self, call_id: str, code: str, detail: str) -> None:
-        """Append private evidence, if there is any: what the model is not told."""
+        """Append private evidence, if there is any."""
         if not detail:
             return
         kept = tool_dispatch.excerpt(detail, MOST_EVIDENCE_BYTES)
