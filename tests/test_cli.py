@@ -50,7 +50,7 @@ from sovereign_agent.errors import (
 )
 from sovereign_agent.liveness import this_process
 from sovereign_agent.organization import Organization
-from sovereign_agent.records import AssignmentState, ReceiptStatus
+from sovereign_agent.records import AssignmentState, Claim, ReceiptStatus
 
 COMMAND = [sys.executable, "-m", "sovereign_agent"]
 WITHIN_SECONDS = 30
@@ -1487,9 +1487,9 @@ def test_what_left_the_house_is_shown_and_a_person_speaks_of_it(root, call):
     assert call("assistant", "effects", *place).out == "Nothing needs a person's word.\n"
     with closing(Organization(root)) as org:
         for name in ("op_1", "op_2"):
-            meant = {"work_id": "work_1", "generation": 1, "epoch": "e", "tool": "order"}
+            claim = Claim("work_1", "session", "prompt", 1, "owner", "e", "", "shop")
             with org.db.transaction() as connection:
-                effects.intend(connection, name, **meant, arguments='{"sku": "\x1b[31mTEA"}', at=7)
+                effects.intend(connection, name, claim, tool="order", arguments='{"sku": "\x1b[31mTEA"}', at=7)
     told = call("assistant", "effects", *place).out
     assert "op_1  order" in told
     assert "nobody saw it" in told

@@ -9,7 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,14 @@ SQLITE = pytest.mark.parametrize("engine", ["sqlite"])  # PostgreSQL's own tools
 ORDERING = ScriptedModel([scripted_turn(calls=[{"name": "order", "arguments": '{"sku": "TEA"}'}]), scripted_turn("ok")])
 
 
-def intend(db: Database, operation_id: str, arguments: str = "{}", **meant: Any) -> None:
-    act = {"work_id": "work_1", "generation": 1, "epoch": EPOCH, "tool": "order", "at": 7} | meant
+CLAIM = Claim("work_1", "session", "prompt", 1, "owner", EPOCH, "", "shop")
+
+
+def intend(
+    db: Database, operation_id: str, arguments: str = "{}", *, claim: Claim = CLAIM, tool: str = "order"
+) -> None:
     with db.transaction() as connection:
-        effects.intend(connection, operation_id, arguments=arguments, **act)
+        effects.intend(connection, operation_id, claim, tool=tool, arguments=arguments, at=7)
 
 
 def settle(db: Database, operation_id: str, outcome: str) -> None:
@@ -73,7 +77,7 @@ def test_an_operation_is_let_out_once_however_it_ended(db: Database, ended: str,
     elif ended:
         settle(db, "op_1", ended)
     with pytest.raises(PolicyRefusal) as refused:
-        intend(db, "op_1", tool="another", work_id="work_2")
+        intend(db, "op_1", tool="another", claim=replace(CLAIM, id="work_2"))
     assert refused.value.category == "effect_repeated"
     assert f"It ended {told}" in refused.value.why
     assert [row["work_id"] for row in rows(db, "effects")] == ["work_1"]
@@ -134,9 +138,8 @@ def test_a_person_waits_for_the_worker_that_may_still_see_the_end(db: Database) 
     assistant_work.enqueue(db, "mail:1", "lucy", "Order tea")
     claim = assistant_work.claim(db, "worker")
     assert claim
-    meant = {"work_id": claim.id, "generation": claim.generation, "epoch": claim.epoch}
-    intend(db, "op_1", **meant)
-    intend(db, "op_2", **meant)
+    intend(db, "op_1", claim=claim)
+    intend(db, "op_2", claim=claim)
     assert answer(reconcile, db, "op_1") == "effect_in_flight"
     settle(db, "op_2", "unknown")
     assert answer(reconcile, db, "op_2") == "done"  # its worker has seen all that it will see
@@ -195,9 +198,8 @@ class Worker:
         return self.claim.generation
 
     def record(self, connection: Connection, call: Any, now: Occasion, _: Any) -> None:
-        whose = {"work_id": self.claim.id, "generation": self.claim.generation, "epoch": self.claim.epoch}
         at, arguments = micros(connection.now()), argument_text(call.arguments)
-        effects.intend(connection, now.operation_id, **whose, tool=call.name, arguments=arguments, at=at)
+        effects.intend(connection, now.operation_id, self.claim, tool=call.name, arguments=arguments, at=at)
         self.acting[call.id] = now.operation_id
 
     def observe(self, message: Message) -> None:

@@ -17,6 +17,7 @@ from sovereign_agent import assistant_work, effects, fencing, journal, relay
 from sovereign_agent.clock import ManualClock
 from sovereign_agent.database import Database, Result, Value
 from sovereign_agent.heartbeat import heartbeat_status
+from sovereign_agent.records import Claim
 
 HOUR = timedelta(hours=1)
 FEW = 50
@@ -180,9 +181,9 @@ def test_no_hot_statement_about_effects_walks_through_history(old_ledger: Databa
     db = old_ledger
 
     def intend(operation_id: str) -> None:
-        meant = {"work_id": "work_1", "epoch": "e", "tool": "order", "arguments": "{}"}
+        claim = Claim("work_1", "session", "prompt", 1, "owner", "e", "", "shop")
         with db.transaction() as connection:
-            effects.intend(connection, operation_id, **meant, generation=1, at=1)
+            effects.intend(connection, operation_id, claim, tool="order", arguments="{}", at=1)
 
     def settle(operation_id: str, outcome: str) -> None:
         with db.transaction() as connection:

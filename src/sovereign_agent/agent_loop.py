@@ -26,7 +26,16 @@ from typing import Any, NamedTuple, Protocol
 from sovereign_agent import clock, tool_dispatch
 from sovereign_agent.errors import ProviderFault, SovereignError
 from sovereign_agent.records import new_id
-from sovereign_agent.tool_dispatch import Answer, Dispatcher, Occasion, ToolCall, argument_text, as_json, refused
+from sovereign_agent.tool_dispatch import (
+    Answer,
+    Dispatcher,
+    Occasion,
+    ToolCall,
+    argument_text,
+    as_json,
+    nothing,
+    refused,
+)
 
 Message = dict[str, Any]
 """One message of a conversation, in the shape that OpenAI-compatible endpoints speak."""
@@ -193,7 +202,7 @@ def run_loop(
     Raises what `observe`, `evidence`, `check_current` and `stop` raise, and what the house says through the model
     (Contention, LedgerFault), but for a loss of authority, which is a status.
     """
-    hooks = (observe or _ignore, evidence or _ignore, check_current or _ignore, stop or _ignore)
+    hooks = (observe or nothing, evidence or nothing, check_current or nothing, stop or nothing)
     authority = bool(check_current or observe)
     run = _Run(model, dispatcher, limits, *hooks, authority, key or new_id("run"), monotonic)
     try:
@@ -204,7 +213,7 @@ def run_loop(
         if not tool_dispatch.refuses_authority(error):
             raise
         end = _End(LoopStatus.AUTHORITY_LOST, detail=str(error))
-        run.observe = run.evidence = _ignore  # the record is another's now
+        run.observe = run.evidence = nothing  # the record is another's now
         run.close()
     run.account.status, run.account.failure, run.account.detail, run.account.answer = end
     return run.account
@@ -335,10 +344,7 @@ class _Run:
         cut = turn.finish_reason == "length"
         text = tool_dispatch.storable(turn.text)
         if not cut and turn.finish_reason not in {"stop", "tool_calls"}:
-            return _End(
-                LoopStatus.MODEL_FAILED,
-                tool_dispatch.excerpt(tool_dispatch.storable(turn.finish_reason), 60) or "no_finish_reason",
-            )
+            return _End(LoopStatus.MODEL_FAILED, tool_dispatch.excerpt(turn.finish_reason, 60) or "no_finish_reason")
         if len(text.encode()) > MOST_TEXT_BYTES:
             return _End(LoopStatus.MODEL_FAILED, "reply_too_large")
         if not turn.calls and not text.strip():
@@ -410,7 +416,7 @@ def _reply(text: str, calls: Sequence[ToolCall]) -> Message:
 
 
 def _named(call: ToolCall, place: int) -> ToolCall:
-    return replace(call, id=tool_dispatch.excerpt(tool_dispatch.storable(call.id), MOST_ID_BYTES) or f"call_{place}")
+    return replace(call, id=tool_dispatch.excerpt(call.id, MOST_ID_BYTES) or f"call_{place}")
 
 
 def tool_message(call_id: str, answer: Answer) -> Message:
@@ -424,7 +430,7 @@ def _replayable(arguments: Any) -> str:
         return argument_text(arguments)
     except ValueError:
         text = arguments if isinstance(arguments, str) else type(arguments).__name__
-        return as_json({"unreadable": tool_dispatch.excerpt(tool_dispatch.storable(text), MOST_UNREADABLE_BYTES)})
+        return as_json({"unreadable": tool_dispatch.excerpt(text, MOST_UNREADABLE_BYTES)})
 
 
 def _speakable(name: str) -> str:
@@ -435,7 +441,3 @@ def _speakable(name: str) -> str:
 
 def _size(message: Message) -> int:
     return len(as_json(message).encode())
-
-
-def _ignore(*_: object) -> None:
-    pass

@@ -221,27 +221,24 @@ def claim_many(
     db: Database, owner: str, limit: int, *, ttl: float = TTL_SECONDS, now: Now = None, role: str = SHOP
 ) -> list[Claim]:
     """`claim` up to `limit` items, each of another session."""
-    return _racing(db, lambda connection: claim_work(connection, owner, limit, ttl=ttl, now=now, role=role))
-
-
-def claim_work(
-    connection: Connection, owner: str, limit: int, *, ttl: float = TTL_SECONDS, now: Now = None, role: str = SHOP
-) -> list[Claim]:
-    """`claim_many` inside the caller's transaction.
-
-    Raises ConstraintBroken when another claimant was first in a session: whoever composes it begins anew.
-    """
     _require_names(owner)
     _require(0 < ttl <= MAX_TTL_SECONDS, f"A claim is for at most {MAX_TTL_SECONDS} seconds.")
     _require(0 < limit <= MAX_BATCH, f"One may claim 1 to {MAX_BATCH} items at once.")
-    epoch, told = admit(connection)
-    return _claim_admitted(connection, owner, limit, role, epoch, _at(connection, now, told), ttl)
+
+    def act(connection: Connection) -> list[Claim]:
+        epoch, told = admit(connection)
+        return _claim_admitted(connection, owner, limit, role, epoch, _at(connection, now, told), ttl)
+
+    return _racing(db, act)
 
 
 def _claim_admitted(  # noqa: PLR0917
     connection: Connection, owner: str, limit: int, role: str, epoch: str, at: int, ttl: float
 ) -> list[Claim]:
-    """`claim_work` where this epoch has been admitted, at this time, in this transaction."""
+    """Claim where this epoch has been admitted, at this time, in this transaction.
+
+    Raises ConstraintBroken when another claimant was first in a session.
+    """
     heads = _heads(connection, role, limit, at)
     if not heads or heads[0]["due"]:
         _give_back(connection, at)

@@ -194,16 +194,8 @@ class _Record:
             assistant_work.observe_work(connection, self.claim, message)
             self._answered[call.id] = message
             return
-        effects.intend(
-            connection,
-            now.operation_id,
-            work_id=self.claim.id,
-            generation=self.claim.generation,
-            epoch=self.claim.epoch,
-            tool=call.name,
-            arguments=tool_dispatch.argument_text(call.arguments),
-            at=assistant_work.assert_current(connection, self.claim),
-        )
+        at, asked = assistant_work.assert_current(connection, self.claim), tool_dispatch.argument_text(call.arguments)
+        effects.intend(connection, now.operation_id, self.claim, tool=call.name, arguments=asked, at=at)
         self._acting[call.id] = now.operation_id
 
     def observe(self, message: Message) -> None:
@@ -240,6 +232,7 @@ class _Record:
         """Append private evidence, if there is any."""
         if not detail:
             return
+        kept = tool_dispatch.excerpt(detail, MOST_EVIDENCE_BYTES)
         with self.db.transaction() as connection:
             at = assistant_work.assert_current(connection, self.claim)
             connection.execute(
@@ -247,14 +240,7 @@ class _Record:
                 INSERT INTO assistant_evidence (work_id, generation, call_id, code, detail, created_at)
                 VALUES (?, ?, ?, ?, ?, ?)
                 """,
-                (
-                    self.claim.id,
-                    self.claim.generation,
-                    call_id,
-                    code,
-                    tool_dispatch.excerpt(detail, MOST_EVIDENCE_BYTES),
-                    at,
-                ),
+                (self.claim.id, self.claim.generation, call_id, code, kept, at),
             )
 
     def finish(self, status: str, result: str) -> None:

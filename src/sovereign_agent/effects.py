@@ -30,7 +30,7 @@ from sovereign_agent import journal
 from sovereign_agent.clock import micros
 from sovereign_agent.database import Connection, Database, Row
 from sovereign_agent.errors import AlreadyHeld, IllegalMove, PolicyRefusal
-from sovereign_agent.records import from_row
+from sovereign_agent.records import Claim, from_row
 
 UNKNOWN = "unknown"
 ARGUMENT_CHARACTERS = 500
@@ -65,18 +65,8 @@ class Effect:
 # --- while the work goes on -------------------------------------------------------------------------------
 
 
-def intend(
-    connection: Connection,
-    operation_id: str,
-    *,
-    work_id: str,
-    generation: int,
-    epoch: str,
-    tool: str,
-    arguments: str,
-    at: int,
-) -> None:
-    """Write down what is about to leave the house; once this is committed, and not before, it may.
+def intend(connection: Connection, operation_id: str, claim: Claim, *, tool: str, arguments: str, at: int) -> None:
+    """Write down what is about to leave the house under a claim; once this is committed, and not before, it may.
 
     Raises PolicyRefusal: ``effect_repeated`` for an operation id that was let out before, however that ended;
     ``effects_unreconciled`` while a person has not spoken of every effect of an older epoch.
@@ -89,13 +79,13 @@ def intend(
         )
     if connection.execute("SELECT 1 FROM unsettled_effects WHERE of_older_epoch = 1 LIMIT 1").fetchone():
         raise _not_yet("effects_unreconciled", "Acts of an older epoch may stand outside; no person has said which.")
-    digest = hashlib.sha256(arguments.encode()).hexdigest()
+    digest, under = hashlib.sha256(arguments.encode()).hexdigest(), (claim.id, claim.generation, claim.epoch)
     seq = connection.execute(
         """
         INSERT INTO effects (operation_id, work_id, generation, epoch, tool, arguments, arguments_sha256, created_at)
         VALUES (?, ?, ?, ?, ?, ?, ?, ?) RETURNING seq
         """,
-        (operation_id, work_id, generation, epoch, tool, arguments[:ARGUMENT_CHARACTERS], digest, at),
+        (operation_id, *under, tool, arguments[:ARGUMENT_CHARACTERS], digest, at),
     ).rows[0][0]
     connection.execute("INSERT INTO unsettled_effects (effect_seq, of_older_epoch) VALUES (?, 0)", (seq,))
 

@@ -21,6 +21,7 @@ from typing import Protocol
 from sovereign_agent.clock import Clock, micros, moment, monotonic
 from sovereign_agent.database import Connection, Database
 from sovereign_agent.errors import SovereignError, wrong_length
+from sovereign_agent.records import from_row
 
 MAX_SOURCE_CHARACTERS = 100
 BEAT_SECONDS = 5.0
@@ -102,11 +103,9 @@ class Service:
 def services(connection: Connection) -> list[Service]:
     """The services that say that they run, and what killed ones have left; the latest first, 100 at most."""
     now, found = connection.now(), list[Service]()
-    rows = connection.execute("SELECT * FROM services ORDER BY last_poll DESC LIMIT ?", (SERVICES_SHOWN,))
-    for identity, kind, host, pid, work_id, started_at, last_poll, last_claim in rows:
-        at, claimed_at = moment(last_poll), None if last_claim is None else moment(last_claim)
-        verdict = Verdict.ALIVE if abs(now - at) < SERVICE_STALE else Verdict.STALE
-        found.append(Service(identity, kind, host, pid, work_id, moment(started_at), at, claimed_at, verdict))
+    for row in connection.execute("SELECT * FROM services ORDER BY last_poll DESC LIMIT ?", (SERVICES_SHOWN,)):
+        fresh = abs(now - moment(row["last_poll"])) < SERVICE_STALE
+        found.append(from_row(Service, {**dict(row), "verdict": Verdict.ALIVE if fresh else Verdict.STALE}))
     return found
 
 
@@ -117,7 +116,6 @@ class Presence:
         self._db = db
         self._who = (process_identity, kind, socket.gethostname(), os.getpid())
         self._started_at: int | None = None
-        self._last_claim: int | None = None
         self._work_id = ""
         self._next_at = 0.0
 
@@ -132,15 +130,14 @@ class Presence:
                 connection.execute("DELETE FROM services WHERE last_poll < ?", (micros(now - SERVICE_FORGOTTEN),))
                 self._started_at = micros(now)
             self._work_id = self._work_id if claimed is None else claimed
-            self._last_claim = micros(now) if claimed else self._last_claim
             connection.execute(
                 """
                 INSERT INTO services (process_identity, kind, host, pid, started_at, last_poll, last_claim, work_id)
                 VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (process_identity)
-                DO UPDATE SET last_poll = excluded.last_poll, last_claim = excluded.last_claim,
-                              work_id = excluded.work_id
+                DO UPDATE SET last_poll = excluded.last_poll, work_id = excluded.work_id,
+                              last_claim = COALESCE(excluded.last_claim, services.last_claim)
                 """,
-                (*self._who, self._started_at, micros(now), self._last_claim, self._work_id),
+                (*self._who, self._started_at, micros(now), micros(now) if claimed else None, self._work_id),
             )
 
     def leave(self) -> None:

@@ -94,24 +94,25 @@ def record_end(
         record(connection, kind, attempt.assignment_id, actor=by, at=at, detail=detail)
 
 
+def new_receipt(
+    attempt: ExecutionAttempt, status: ReceiptStatus, failure_category: str, summary: str, detail: dict[str, Any]
+) -> Receipt:
+    """A receipt for an attempt, under an id of its own; `write_receipt` makes it durable."""
+    ids = (new_id("rcp"), attempt.assignment_id, attempt.id, attempt.actor_id)
+    return Receipt(*ids, status, failure_category, summary, detail)
+
+
 def lost_receipt(attempt: ExecutionAttempt, evidence: Mapping[str, Any] = NO_EVIDENCE) -> Receipt:
     """The receipt of an attempt whose process never came back. It is always failed: unknown is not success.
 
     `evidence` says what may have become of the process, and changes nothing.
     """
-    return Receipt(
-        id=new_id("rcp"),
-        assignment_id=attempt.assignment_id,
-        attempt_id=attempt.id,
-        actor_id=attempt.actor_id,
-        status=ReceiptStatus.FAILED,
-        failure_category=WORKER_LOST,
-        summary=(
-            f"The worker never ended attempt {attempt.id} (fencing token {attempt.fencing_token}), which ran out"
-            f" at {attempt.expires_at.isoformat()}. What it finished is unknown."
-        ),
-        detail={"attempt_id": attempt.id, "fencing_token": attempt.fencing_token, "evidence": dict(evidence)},
+    summary = (
+        f"The worker never ended attempt {attempt.id} (fencing token {attempt.fencing_token}), which ran out"
+        f" at {attempt.expires_at.isoformat()}. What it finished is unknown."
     )
+    detail = {"attempt_id": attempt.id, "fencing_token": attempt.fencing_token, "evidence": dict(evidence)}
+    return new_receipt(attempt, ReceiptStatus.FAILED, WORKER_LOST, summary, detail)
 
 
 def losses_since_ruling(connection: Connection, sow_id: str) -> list[str]:

@@ -126,12 +126,9 @@ class LiveModel:
         ``unauthorized``, ``request_refused``, ``reply_too_large``, and what `read_reply` raises).
         """
         bound = "max_tokens" if self.base_url else "max_completion_tokens"  # the older word is the common one
-        request = {
-            "model": self.model,
-            "messages": messages,
-            bound: output_tokens,
-            **({"tools": tools} if tools else {}),
-        }
+        request = {"model": self.model, "messages": messages, bound: output_tokens} | (
+            {"tools": tools} if tools else {}
+        )
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return read_reply(self._post_by(deadline, request), self.prices)
@@ -262,15 +259,14 @@ def read_reply(body: bytes, prices: tuple[float, float] | None = None) -> Turn:
     except (ValueError, RecursionError):
         raise _no_reply("not_json") from None
     try:
-        said = reply["choices"][0]["message"] if reply.get("choices") else None
+        choices = reply.get("choices")
+        said = choices[0]["message"] if choices else None
         if not said:
-            raise _no_reply(
-                "error_reply" if reply.get("error") else "no_message" if reply.get("choices") else "no_choices"
-            )
+            raise _no_reply("error_reply" if reply.get("error") else "no_message" if choices else "no_choices")
         content = said.get("content") or said.get("refusal") or ""
         text = content if isinstance(content, str) else "".join(str(part.get("text") or "") for part in content)
         calls = [_call(asked) for asked in said.get("tool_calls") or ()]
-        reason = reply["choices"][0].get("finish_reason") or ""
+        reason = choices[0].get("finish_reason") or ""
     except (AttributeError, KeyError, TypeError):
         raise _no_reply("malformed_reply") from None
     return Turn(text, tuple(calls), str(reason), _usage(reply.get("usage"), prices))

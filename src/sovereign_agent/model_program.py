@@ -95,11 +95,6 @@ class Authority:
         told = self.envelope
         return runs.require_current(connection, told.assignment_id, told.attempt_id, told.actor_id)
 
-    def before_write(self, _: ToolCall) -> None:
-        """Refuse a consequential tool that writes outside of the ledger."""
-        with self.db.transaction() as connection:
-            self.check(connection)
-
     def stop(self) -> bool:
         """Whether everything is paused. Raises AuthorityLost.
 
@@ -148,8 +143,7 @@ def own_tools(folder: Workspace) -> list[ExecutableTool]:
 def dispatcher_for(authority: Authority, tools: Sequence[ExecutableTool]) -> Dispatcher:
     """All these tools, the consequential ones behind the attempt. Raises ValueError for two of one name."""
     fence = Fence(authority.db.transaction, authority.check)
-    names = [tool.name for tool in tools]
-    return Dispatcher(tools, allowed=names, before_write=authority.before_write, fence=fence)
+    return Dispatcher(tools, allowed=[tool.name for tool in tools], fence=fence)
 
 
 def limits_of(settings: LimitSettings) -> Limits:

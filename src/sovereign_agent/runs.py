@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sovereign_agent import fencing, journal, outcomes, workspace
-from sovereign_agent.clock import Clock, monotonic
+from sovereign_agent.clock import monotonic
 from sovereign_agent.configuration import AuthoritySettings
 from sovereign_agent.database import Connection, Database, admit
 from sovereign_agent.errors import (
@@ -46,7 +46,6 @@ from sovereign_agent.records import (
     ExecutionAttempt,
     Receipt,
     ReceiptStatus,
-    new_id,
 )
 
 ENDED_RUN_PATIENCE_SECONDS = 60.0
@@ -269,16 +268,8 @@ def receipt_for(attempt: ExecutionAttempt, proposal: Proposal) -> Receipt:
         detail["proposal"] = proposal.report.proposal
     if proposal.report and proposal.report.question:
         detail["question"] = proposal.report.question
-    return Receipt(
-        id=new_id("rcp"),
-        assignment_id=attempt.assignment_id,
-        attempt_id=attempt.id,
-        actor_id=attempt.actor_id,
-        status=proposal.status,
-        failure_category=proposal.failure_category,
-        summary=_storable(proposal.summary),
-        detail=json.loads(journal.to_json(detail)),
-    )
+    summary, kept = _storable(proposal.summary), json.loads(journal.to_json(detail))
+    return journal.new_receipt(attempt, proposal.status, proposal.failure_category, summary, kept)
 
 
 def failure(attempt: ExecutionAttempt, category: str, summary: str) -> Receipt:
@@ -317,9 +308,7 @@ def _finish_once(db: Database, attempt: ExecutionAttempt, receipt: Receipt) -> R
         raise
 
 
-def require_current(
-    connection: Connection, assignment_id: str, attempt_id: str, actor_id: str, clock: Clock | None = None
-) -> int:
+def require_current(connection: Connection, assignment_id: str, attempt_id: str, actor_id: str) -> int:
     """The token of an attempt under which something may still be done, until the caller's transaction ends.
 
     Stricter than the terminal write: what has run out begins nothing new. Raises PolicyRefusal (``paused``) and
@@ -328,7 +317,7 @@ def require_current(
     admit(connection)
     fencing.lock_lease(connection, actor_id)
     attempt, lease = fencing.active_attempt(connection, assignment_id), fencing.lease_on(connection, actor_id)
-    now = clock() if clock else connection.now()
+    now = connection.now()
     if attempt is None or attempt.id != attempt_id or attempt.expires_at <= now:
         raise execution_attempt_lost(assignment_id, attempt_id)
     token = attempt.actor_lease_fencing_token

@@ -105,7 +105,7 @@ def run(
     *,
     once: bool = False,
     interval: float = TICK_INTERVAL_SECONDS,
-    on_tick: Callable[[SupervisorReport], None] | None = None,
+    on_tick: Callable[[SupervisorReport], object] = bool,
 ) -> int:
     """Tick in the foreground every `interval` seconds until SIGINT or SIGTERM, or only `once`. Returns 0.
 
@@ -114,29 +114,22 @@ def run(
     the process ignores both signals.
     """
     if once:
-        _tick_and_show(org, on_tick)
+        on_tick(tick(org))
         return 0
     presence = heartbeat.Presence(org.db, "supervisor", org.process_identity)
     with suppress(KeyboardInterrupt), first_signal_interrupts() as asked_to_stop:
         while not asked_to_stop():
             try:
                 presence.beat()
-                _tick_and_show(org, on_tick)
+                on_tick(tick(org))
             except Contention:
                 pass
             except LedgerUnavailable as error:
-                if on_tick:
-                    on_tick(SupervisorReport((), (), (), (f"{error} {error.why}",)))
+                on_tick(SupervisorReport((), (), (), (f"{error} {error.why}",)))
             if not asked_to_stop():
                 time.sleep(interval)
     presence.leave()
     return 0
-
-
-def _tick_and_show(org: Organization, on_tick: Callable[[SupervisorReport], None] | None) -> None:
-    report = tick(org)
-    if on_tick:
-        on_tick(report)
 
 
 def _unless_broken(step: Callable[[], list[T]], what: str, problems: list[str]) -> list[T]:

@@ -74,8 +74,8 @@ AT_LEISURE = Occasion()
 """No deadline, and no name: for calls that are made by hand."""
 
 
-def _nothing(*_: object) -> None:
-    pass
+def nothing(*_: object) -> None:
+    """What is called where nobody wants to be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Fence:
 
     transaction: Callable[[], AbstractContextManager[Any]]
     check: Callable[[Any, ToolCall], Any]
-    record: Callable[[Any, ToolCall, Occasion, Answer | None], Any] = _nothing
+    record: Callable[[Any, ToolCall, Occasion, Answer | None], Any] = nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,8 +303,8 @@ def storable(text: str) -> str:
 
 
 def excerpt(text: str, most_bytes: int) -> str:
-    """The first `most_bytes` of a text, in UTF-8, without half a character at the end."""
-    return text.encode("utf-8", "replace")[: max(most_bytes, 0)].decode(errors="ignore")
+    """The first `most_bytes` of a storable text, in UTF-8, without half a character at the end."""
+    return storable(text).encode()[: max(most_bytes, 0)].decode(errors="ignore")
 
 
 def refuses_authority(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from sovereign_agent import assistant_service, configuration, fencing, heartbeat, liveness, outcomes, relay, runs
-from sovereign_agent.clock import LAST_MICROS, moment
+from sovereign_agent.assistant_service import end_of_time
 from sovereign_agent.commands.printing import plain
 from sovereign_agent.configuration import (
     AgentSettings,
@@ -45,7 +45,6 @@ HEALTHY = (liveness.Decision.WORKING, liveness.Decision.QUIET)
 RECONCILE = "sovereign-agent supervisor --once"
 RUN_FOLDER = Path(".sovereign", "runs", "any")
 BLIND = "a rollback of the whole disk cannot be seen while the marker is on it ([authority] marker moves it)"
-RESUME = "sovereign-agent resume --by ACTOR --reason TEXT"
 UNUSABLE = {"settings": 2, "ledger": 4, "authority": 4}
 """The exit code of a failed finding; no other ends in one."""
 
@@ -176,7 +175,7 @@ def _ledger(org: Organization) -> Iterator[Finding]:
 
 def _workers(org: Organization, now: datetime) -> Iterator[Finding]:
     """Every worker about which something is odd."""
-    for attempt in fencing.expired_execution_attempts(org.db, _end_of_time, limit=WORKERS_JUDGED):
+    for attempt in fencing.expired_execution_attempts(org.db, end_of_time, limit=WORKERS_JUDGED):
         told = liveness.assess(liveness.observe(org, attempt), now)
         if told.decision not in HEALTHY:
             found = f"{attempt.assignment_id} is {told.decision}: {' '.join(told.reasons)}"
@@ -222,7 +221,7 @@ def _authority(org: Organization) -> Finding:
         told = f"the ledger is in {health.epoch}; the marker {org.db.authority}: {health.marker}"
         return Finding("authority", Verdict.FAIL, told, org.db.authority_mend)
     if health.paused:
-        return Finding("authority", Verdict.WARN, f"{health.epoch}, paused", RESUME)
+        return Finding("authority", Verdict.WARN, f"{health.epoch}, paused", authority.RESUME)
     beside = org.db.authority.is_relative_to(org.root)
     return Finding("authority", Verdict.OK, f"{health.epoch}{'; ' + BLIND if beside else ''}")
 
@@ -269,19 +268,15 @@ def _clock(far_ahead: list[_Held]) -> Finding:
     return Finding("clock", Verdict.WARN, f"{len(far_ahead)} held implausibly far ahead: {told}", mend)
 
 
-def _end_of_time() -> datetime:
-    return moment(LAST_MICROS)
-
-
 def _leases(org: Organization) -> list[_Held]:
     ttl = max(org.settings.authority.lease_ttl, fencing.ACTOR_LEASE_TTL)  # who uses the library may take the latter
-    leases = fencing.expired_actor_leases(org.db, _end_of_time, limit=LOOKED_AT)  # by then every one has run out
+    leases = fencing.expired_actor_leases(org.db, end_of_time, limit=LOOKED_AT)  # by then every one has run out
     return [_Held(lease.actor_id, lease.expires_at, ttl) for lease in leases]
 
 
 def _attempts(org: Organization) -> list[_Held]:
     ttl = max(org.settings.authority.attempt_ttl, fencing.EXECUTION_ATTEMPT_TTL)
-    attempts = fencing.expired_execution_attempts(org.db, _end_of_time, limit=LOOKED_AT)
+    attempts = fencing.expired_execution_attempts(org.db, end_of_time, limit=LOOKED_AT)
     return [_Held(attempt.assignment_id, attempt.expires_at, ttl) for attempt in attempts]
 
 

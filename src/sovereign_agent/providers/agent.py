@@ -20,7 +20,8 @@ from pydantic import TypeAdapter
 from sovereign_agent.configuration import AgentSettings, replace_file
 from sovereign_agent.errors import ProviderFault
 from sovereign_agent.providers import account, process
-from sovereign_agent.providers.base import Envelope, Proposal, conclude, prompt, told
+from sovereign_agent.providers.base import Envelope, Proposal, prompt, told
+from sovereign_agent.providers.command import not_started, propose
 from sovereign_agent.providers.process import Leash
 from sovereign_agent.providers.stream import Read, Stream
 from sovereign_agent.workspace import Workspace
@@ -77,35 +78,16 @@ class AgentProvider:
 
     def run(self, envelope: Envelope, workspace: Workspace, leash: Leash) -> Proposal:
         """Run to the end and propose; see `Provider.run`."""
-        stream = Stream(self.dialect.read, leash)
-        leash.tolerance_seconds = self.settings.quiet_seconds
         variables = process.variables(self.settings.environment) | told(envelope, workspace)
         try:
             stdin = self._hand_over(prompt(envelope), workspace)
             capabilities = probe(self.dialect, self.settings, workspace, variables)
             argv = arguments(self.dialect, self.settings, capabilities)
-            ending = process.run(
-                argv,
-                workspace,
-                stdin=stdin,
-                variables=variables,
-                timeout_seconds=self.settings.timeout_seconds,
-                grace_seconds=self.settings.grace_seconds,
-                leash=leash,
-                reader=stream,
-                idle_seconds=self.settings.idle_seconds,
-                run_as=self.settings.run_as,
-            )
         except ProviderFault as fault:
-            return conclude(workspace, exit_code=None, seen={fault.category: str(fault)}, detail={})
-        if ending.ended_by != "after_result":  # else it was our hand that cut its last line
-            stream.close()
-        return conclude(
-            workspace,
-            exit_code=ending.verdict_code,
-            seen=stream.seen() | process.seen(ending),
-            said=stream.testimony.words() or ending.stderr.last_words(),
-            detail=ending.detail() | stream.testimony.detail() | {"version": capabilities.version},
+            return not_started(workspace, fault)
+        stream, version = Stream(self.dialect.read, leash), capabilities.version
+        return propose(
+            self.settings, argv, workspace, leash, stdin=stdin, variables=variables, stream=stream, version=version
         )
 
     def _hand_over(self, task: bytes, workspace: Workspace) -> bytes:

@@ -12,13 +12,13 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from sovereign_agent.configuration import ModelSettings
 from sovereign_agent.errors import ProviderFault
 from sovereign_agent.providers import process
-from sovereign_agent.providers.base import PRECEDENCE, Envelope, Proposal, conclude, told
+from sovereign_agent.providers.base import PRECEDENCE, Envelope, Proposal, told
+from sovereign_agent.providers.command import not_started, propose
 from sovereign_agent.providers.process import Leash
 from sovereign_agent.providers.stream import Event, Stream, Testimony, storable
 from sovereign_agent.workspace import Workspace
@@ -41,36 +41,22 @@ class ModelProvider:
 
     def run(self, envelope: Envelope, workspace: Workspace, leash: Leash) -> Proposal:
         """Run to the end and propose; see `Provider.run`."""
-        settings, ended = self.settings, dict[str, str]()
-        stream = Stream(partial(read_event, ended), leash)
-        leash.tolerance_seconds = settings.quiet_seconds
+        settings = self.settings
+        if lacking := obstacle(settings):
+            sentence = f"Its program was not started: {lacking}."
+            return not_started(workspace, ProviderFault(sentence, category="provider_unavailable"))
         task = {"settings": settings.model_dump(), "envelope": envelope.model_dump()}
         for_the_ledger = [name for name in os.environ if name.startswith("PG")]
         passed = process.variables([*settings.environment, settings.key_env, *for_the_ledger])
-        if lacking := obstacle(settings):
-            seen = {"provider_unavailable": f"Its program was not started: {lacking}."}
-            return conclude(workspace, exit_code=None, seen=seen, detail={})
-        try:
-            ending = process.run(
-                (sys.executable, "-P", "-c", PROGRAM, PACKAGES),
-                workspace,
-                stdin=json.dumps(task).encode("ascii"),
-                variables=passed | told(envelope, workspace),
-                timeout_seconds=settings.timeout_seconds,
-                grace_seconds=settings.grace_seconds,
-                leash=leash,
-                reader=stream,
-            )
-        except ProviderFault as fault:
-            return conclude(workspace, exit_code=None, seen={fault.category: str(fault)}, detail={})
-        if ending.ended_by != "after_result":  # else it was our hand that cut its last line
-            stream.close()
-        return conclude(
+        return propose(
+            settings,
+            (sys.executable, "-P", "-c", PROGRAM, PACKAGES),
             workspace,
-            exit_code=ending.verdict_code,
-            seen=stream.seen() | ended | process.seen(ending),
-            said=stream.testimony.words() or ending.stderr.last_words(),
-            detail=ending.detail() | stream.testimony.detail() | {"model": settings.model},
+            leash,
+            stdin=json.dumps(task).encode("ascii"),
+            variables=passed | told(envelope, workspace),
+            stream=Stream(read_event, leash),
+            model=settings.model,
         )
 
 
@@ -91,8 +77,8 @@ def obstacle(settings: ModelSettings) -> str:
     return "" if has_key(settings) else f"the variable {settings.key_env}, which holds its key, is not set"
 
 
-def read_event(ended: dict[str, str], event: Event, testimony: Testimony) -> bool:
-    """Enter one event of the program; a failure that it ended in goes to `ended`, under its category."""
+def read_event(event: Event, testimony: Testimony) -> bool:
+    """Enter one event of the program."""
     match event:
         case {"type": "begun", "session": str(session)}:
             testimony.session = session
@@ -104,7 +90,7 @@ def read_event(ended: dict[str, str], event: Event, testimony: Testimony) -> boo
             testimony.terminal, testimony.text = True, "" if category else text
             testimony.measure(figures)
             if category in PRECEDENCE:
-                ended[category] = storable(text)
+                testimony.ended[category] = storable(text)
         case _:
             return False
     return True

@@ -41,6 +41,7 @@ class Testimony:
 
     `text` is the program's closing words, `errors` is every failure that it told of, `warnings` what it got over.
     `broken` says what no whole stream contains. `running` holds the names of the tools at work, by their call's id.
+    `ended` holds the failure that the program named as its end, a sentence under its category.
     """
 
     session: str = ""
@@ -49,6 +50,7 @@ class Testimony:
     errors: list[str] = field(default_factory=list[str])
     warnings: list[str] = field(default_factory=list[str])
     broken: str = ""
+    ended: dict[str, str] = field(default_factory=dict[str, str])
     waiting: bool = False
     running: dict[str, str] = field(default_factory=dict[str, str])
     figures: dict[str, float] = field(default_factory=dict[str, float])
@@ -90,7 +92,7 @@ class Testimony:
             "provider_error": "It told of a failure." if self.errors else "",
             "missing_session": "" if self.session else "Its stream named no session.",
         }
-        return {category: sentence for category, sentence in told.items() if sentence}
+        return {category: sentence for category, sentence in told.items() if sentence} | self.ended
 
     def words(self) -> str:
         """What it said of the failure, or else at the end."""

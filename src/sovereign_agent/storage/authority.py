@@ -33,6 +33,7 @@ BEGINNING = ".beginning"
 
 NEW_EPOCH = "sovereign-agent authority new-epoch --by ACTOR --reason TEXT"
 SHOW = "sovereign-agent authority show"
+RESUME = "sovereign-agent resume --by ACTOR --reason TEXT"
 UNFINISHED = "sovereign-agent restore --by ACTOR --resume, or --rollback"
 
 _EPOCH = re.compile(rb"epoch_[0-9a-f]{32}\n")
@@ -177,7 +178,7 @@ def require_admission(connection: Connection, row: Row | None) -> str:
             category="paused",
             why="Somebody paused it, or it was restored. It does not resume by itself.",
             inspect=SHOW,
-            next_command="sovereign-agent resume --by ACTOR --reason TEXT",
+            next_command=RESUME,
         )
     return epoch
 
@@ -240,7 +241,12 @@ def require_agreement(connection: Connection, mend: str) -> None:
     """Raise LedgerUnavailable unless ledger and marker are of one epoch and no restore stands between its steps."""
     now = control(connection)
     require_finished(now)
-    marked = _marked(connection, mend)
+    try:
+        marked = read_marker(connection.authority)
+    except AuthorityLost as error:
+        raise LedgerUnavailable(
+            str(error), category=error.category, why=error.why, inspect=SHOW, next_command=mend
+        ) from error
     if marked != now.epoch:
         raise LedgerUnavailable(
             "The ledger and this host's authority marker are not of one epoch.",
@@ -291,12 +297,3 @@ def require_finished(now: Control) -> None:
             inspect=SHOW,
             next_command=UNFINISHED,
         )
-
-
-def _marked(connection: Connection, mend: str) -> str:
-    try:
-        return read_marker(connection.authority)
-    except AuthorityLost as error:
-        raise LedgerUnavailable(
-            str(error), category=error.category, why=error.why, inspect=SHOW, next_command=mend
-        ) from error
