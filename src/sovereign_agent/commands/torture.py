@@ -48,13 +48,13 @@ def torture(
     folder = (root or Path(tempfile.mkdtemp(prefix="sovereign-torture-"))).resolve()
     chosen = secrets.randbelow(2**32) if seed is None else seed
     report = play(Options(folder, seconds, workers, chosen, ledger))
-    answer(report, _story(report), as_json=json)
+    answer(report, story(report), as_json=json)
     if root is None and report["good"]:
         shutil.rmtree(folder, ignore_errors=True)
     raise typer.Exit(0 if report["good"] else 1)
 
 
-def _story(report: dict[str, Any]) -> str:
+def story(report: dict[str, Any]) -> str:
     points, wait, false = report["crash_points"], report["kill_to_failed"], report["false_losses"]
     counted = ("killed", "signals", "hardships", "receipts", "attempts", "messages", "outcomes", "assistant")
     facts = [
