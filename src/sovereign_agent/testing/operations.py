@@ -34,7 +34,7 @@ STEPS = 3
 """The deeds that an item takes."""
 
 WITHHELD_SECONDS = 1.5 * PATIENCE.total_seconds()
-LONGEST_REST_SECONDS = 1.0
+LONGEST_REST_SECONDS = 3.0
 ROLLED_BACK = 0.3
 """How often a restore that was cut short is undone, and not finished."""
 
@@ -113,10 +113,11 @@ def operate(life: Life) -> None:
         while life.goes_on():
             try:
                 bring_to_order(org.db, rolling_back=dice.random() < ROLLED_BACK)
+                if life.doom.point is None:
+                    time.sleep(dice.uniform(0, LONGEST_REST_SECONDS))
                 act(org.db, life.witness, dice)
                 bring_to_order(org.db)
                 act = dice.choice(acts)
-                time.sleep(dice.uniform(0, LONGEST_REST_SECONDS))
             except (Refusal, Contention, LedgerUnavailable) as trouble:
                 life.witness.tell("refusal", category=trouble.category)
 

@@ -61,14 +61,14 @@ ROLES = {
 SUPERVISORS, ASSISTANTS = 2, 2
 LONGEST_REST_SECONDS = 0.25
 LONGEST_STOP_SECONDS = 2.5 * workload.EXECUTION_ATTEMPT_SECONDS
-DOOMED_TO_A_POINT = 0.75
-"""How many of the workers die at a crash point; of the others, all do, unless something else ends them first."""
+DOOMED, DOOMED_AGAIN = 0.85, 0.35
+"""How many of the living are to die at a crash point of their role: while it has one that nobody died at, and later."""
 
 SELF_KILLERS = 0.1
 """How many of the living kill themselves after any statement."""
 
-HARDLY_TRIED = 0.15
-"""How many workers find their ledger full or read-only for a while."""
+HARDLY_TRIED = 0.4
+"""How many of the other workers find their ledger full or read-only for a while."""
 
 LATEST_STATEMENT = 150
 """The last ledger statement after which they do."""
@@ -218,26 +218,43 @@ class Torture:
                 org.db.extend("diary", DIARY)
 
     def _storm(self, ends_at: float) -> None:
+        """The operator comes when the others have been through their points, or in the second half."""
+        operator_comes_at = (monotonic() + ends_at) / 2
         latest = ends_at + OVERTIME_SECONDS
-        while monotonic() < ends_at or (monotonic() < latest and not all(self.reached.values())):
+        while monotonic() < ends_at or (monotonic() < latest and self._never_met()):
             for place in self.cast:
-                if not place.lives_on():
-                    self._bury(place)
+                if place.lives_on():
+                    if place.wakes_at < monotonic():
+                        place.wakes_at = math.inf
+                        place.send(signal.SIGCONT)
+                    continue
+                self._bury(place)
+                if place.role != "operator" or monotonic() > operator_comes_at or self._others_are_through():
                     self.lifetimes.append(place.start(self._life(place, latest + PATIENCE_SECONDS)))
-                elif place.wakes_at < monotonic():
-                    place.wakes_at = math.inf
-                    place.send(signal.SIGCONT)
             if monotonic() < ends_at:
                 self._strike(*self.dice.choices(self.cast, [ROLES[place.role][1] for place in self.cast]))
             else:
                 self._make_room()
             time.sleep(self.dice.uniform(0.0, LONGEST_REST_SECONDS))
 
+    def _others_are_through(self) -> bool:
+        return all(count for point, count in self.reached.items() if point.step.who != "operator")
+
+    def _met(self) -> dict[str, int]:
+        """How often somebody died at each crash point, and felt each hardship."""
+        felt = Counter(str(fact["name"]) for fact in self.witness.told("hardship"))
+        points = {str(point): count for point, count in self.reached.items()}
+        return points | {str(one): felt[one] for one in crash_points.hardships(self.engine)}
+
+    def _never_met(self) -> list[str]:
+        return [name for name, count in self._met().items() if not count]
+
     def _make_room(self) -> None:
         """In overtime: end whoever is not on the way to a point that nobody has died at, while there is one."""
-        wanted = {point.step.who for point, count in self.reached.items() if not count}
+        wanted = {point.step.who for point, count in self.reached.items() if not count} or {"worker"}
         for place in self.cast:
-            if place.role in wanted and (place.doom.point is None or self.reached[place.doom.point]):
+            on_its_way = place.doom.hardship or (place.doom.point and not self.reached[place.doom.point])
+            if place.role in wanted and not on_its_way:
                 place.send(signal.SIGKILL)
 
     def _strike(self, place: Place) -> None:
@@ -264,10 +281,11 @@ class Torture:
     def _doom(self, role: str) -> Doom:
         """What is to become of the next one in this role: those points come first that the fewest have died at."""
         points = [point for point in self.reached if point.step.who == role]
-        if points and (role != "worker" or self.dice.random() < DOOMED_TO_A_POINT):
+        urgent = not all(self.reached[point] for point in points)
+        if points and self.dice.random() < (DOOMED if urgent else DOOMED_AGAIN):
             self.dice.shuffle(points)
-            return Doom(min(points, key=self.reached.__getitem__), times=self.dice.choice((1, 1, 2)))
-        if role == "worker" and self.dice.random() < HARDLY_TRIED / (1 - DOOMED_TO_A_POINT):
+            return Doom(min(points, key=self.reached.__getitem__), times=1 if urgent else self.dice.randint(1, 3))
+        if role == "worker" and self.dice.random() < HARDLY_TRIED:
             hardship = self.dice.choice([one for one in crash_points.hardships(self.engine) if one != Hardship.LOCKED])
             return Doom(hardship=hardship, times=self.dice.randint(1, 8), lasts=self.dice.randint(5, 25))
         return Doom()
@@ -299,9 +317,7 @@ class Torture:
         receipts = _counted(org, "SELECT trim(status || ' ' || failure_category), count(*) FROM receipts GROUP BY 1")
         faults = [f"Somebody met what may never be: {fault['text']}" for fault in self.witness.told("fault")]
         violations = [*dict.fromkeys([*faults, *self.findings])]
-        felt = Counter(str(fact["name"]) for fact in self.witness.told("hardship"))
-        reached = {str(point): count for point, count in self.reached.items()}
-        met = {**reached, **{str(one): felt[one] for one in crash_points.hardships(self.engine)}}
+        met = self._met()
         never = [name for name, count in met.items() if not count]
         return {
             "good": not violations and not never,
@@ -314,8 +330,8 @@ class Torture:
             "runs": sum(receipts.values()),
             "runs_per_second": round(sum(receipts.values()) / seconds, 1),
             "signals": dict(self.signals),
-            "crash_points": reached,
-            "hardships": dict(felt),
+            "crash_points": {str(point): count for point, count in self.reached.items()},
+            "hardships": {str(one): met[one] for one in crash_points.hardships(self.engine)},
             "never_met": never,
             "receipts": receipts,
             "attempts": _counted(org, "SELECT status, count(*) FROM execution_attempts GROUP BY 1"),
