@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,7 +43,8 @@ def main() -> int:
 
 
 def _stands(engine: str, options: list[str]) -> bool:
-    with tempfile.TemporaryDirectory(prefix="sovereign-torture-") as box, _ledger(engine, box) as ledger:
+    box = tempfile.mkdtemp(prefix="sovereign-torture-")
+    with _ledger(engine, box) as ledger:
         root = Path(box) / "organization"
         url, restart = ledger
         command = [sys.executable, "-m", "sovereign_agent", "torture", "--json", "--root", str(root), *options]
@@ -53,7 +55,10 @@ def _stands(engine: str, options: list[str]) -> bool:
     report: dict[str, Any] = json.loads(ended.stdout)
     killed = report["killed"].get("worker", 0)
     print(story(report), f"{killed} workers were killed; {KILLED_WORKERS} are wanted.\n", sep="\n", flush=True)
-    return bool(report["good"]) and killed >= KILLED_WORKERS
+    if not report["good"]:
+        return False
+    shutil.rmtree(box, ignore_errors=True)
+    return killed >= KILLED_WORKERS
 
 
 @contextmanager

@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from support import answer, governed_work, ledger_facts, new_assignment, works
 
 from sovereign_agent import assistant_service, fencing, organization, relay, supervisor
 from sovereign_agent import assistant_work as work
-from sovereign_agent.database import Database, Migration
-from sovereign_agent.errors import AlreadyHeld, AuthorityLost, LedgerUnavailable
+from sovereign_agent.database import Database
+from sovereign_agent.errors import LedgerUnavailable
 from sovereign_agent.llm_lab import ScriptedModel, scripted_turn
 from sovereign_agent.organization import Organization
 from sovereign_agent.records import MessageState, ReceiptStatus
@@ -252,7 +251,12 @@ def test_a_turn_is_served_once_whichever_of_its_commits_is_not_known_about(
     model = ScriptedModel([scripted_turn(calls=[{"name": "none", "arguments": {}}]), scripted_turn("Sold.")])
     sprung = proxy.lose(loss, statement)
     assistant_service.serve(
-        far, model, lambda _: [], owner="clerk", ttl=1, until=lambda: work.get_work(db.connection, item)["status"] == "DONE"
+        far,
+        model,
+        lambda _: [],
+        owner="clerk",
+        ttl=1,
+        until=lambda: work.get_work(db.connection, item)["status"] == "DONE",
     )
     requires(sprung)
     assert events(db, "work.done") == 1

@@ -55,22 +55,17 @@ def torture(
 
 
 def story(report: dict[str, Any]) -> str:
+    """A report of a torture, for a person."""
     points, wait, false = report["crash_points"], report["kill_to_failed"], report["false_losses"]
     counted = ("killed", "signals", "hardships", "receipts", "attempts", "messages", "outcomes", "assistant")
+    waited = f"p50 {wait['p50']} s, p99 {wait['p99']} s, of {wait['count']}"
     facts = [
         ("runs", f"{report['runs']}, {report['runs_per_second']} a second; read {report['audits']} times meanwhile"),
         *((name, _tally(report[name])) for name in (*counted, "authority", "refusals")),
         ("points", f"{sum(map(bool, points.values()))} of {len(points)} reached, by {sum(points.values())} deaths"),
         ("NEVER", ", ".join(report["never_met"])),
-        (
-            "kill to FAILED",
-            f"p50 {wait['p50']} s, p99 {wait['p99']} s, of {wait['count']}; an attempt lasts"
-            f" {report['attempt_seconds']} s unrenewed",
-        ),
-        (
-            "false losses",
-            f"{false['count']} of {false['attempts']} attempts, which were held for {false['hours_held']} hours",
-        ),
+        ("to FAILED", f"{waited} killed in a run; without renewal an attempt lasts {report['attempt_seconds']} s"),
+        ("false losses", f"{false['count']} of {false['attempts']} attempts, held for {false['hours_held']} hours"),
     ]
     told = entry(
         f"{report['seconds']} s on {report['ledger']} under seed {report['seed']}, {report['lives']} lives", facts

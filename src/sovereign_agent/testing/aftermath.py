@@ -31,7 +31,6 @@ COPIES = (".before", ".undone")
 """How the copies are called that a restore and a rollback keep of what they replace."""
 
 
-
 def mended(root: Path) -> Organization:
     """The organization, once what its operator has left half-way is ended."""
     url = configuration.load(root).ledger.url
@@ -91,22 +90,26 @@ def _faults_of_our_own(org: Organization) -> list[str]:
 
 
 def _lies_on_disk(org: Organization, ledgers: list[Connection]) -> Iterator[str]:
-    """Receipts on disk that are not the ledger's, ended attempts without one, and folders that are no run's."""
+    """Receipts on disk that no ledger has, ended attempts without one, and folders that are no run's.
+
+    After a restore a folder may hold what was true before it: a restore changes the ledger, and no folder.
+    """
     attempts = org.db.connection.execute("SELECT id, status FROM execution_attempts").fetchall()
     for attempt_id, status in attempts:
         folder = workspace.locate(org.root, attempt_id).path
-        receipt = journal.receipt_of_attempt(org.db.connection, attempt_id)
+        receipts = [journal.receipt_of_attempt(each, attempt_id) for each in ledgers]
+        known = [json.loads(journal.receipt_json(receipt)) for receipt in receipts if receipt]
         written = folder / "receipt.json"
         if not written.exists():
             if status != "ACTIVE":
                 yield f"Attempt {attempt_id} has ended, and there is no {written}."
-        elif receipt is None or json.loads(written.read_bytes()) != json.loads(journal.receipt_json(receipt)):
+        elif json.loads(written.read_bytes()) not in known:
             yield f"{written} is not what the ledger has."
         elif hashlib.sha256(written.read_bytes()).hexdigest() not in (folder / "receipt.json.sha256").read_text():
             yield f"{written} has not the sum that stands beside it."
-    known = {str(row[0]) for each in ledgers for row in each.execute("SELECT id FROM execution_attempts")}
+    known_ids = {str(row[0]) for each in ledgers for row in each.execute("SELECT id FROM execution_attempts")}
     for folder in (org.root / ".sovereign" / "runs").glob("*"):
-        if folder.name.removesuffix(".lock") not in known:
+        if folder.name.removesuffix(".lock") not in known_ids:
             yield f"{folder} belongs to no attempt."
 
 

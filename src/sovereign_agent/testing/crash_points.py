@@ -153,9 +153,7 @@ class DoomedDatabase(Database):
         self.tell = tell
         self._reached = 0
         self._begun = 0
-        super().__init__(
-            location, root=root, create=False, patience=patience, authority_required=authority_required
-        )
+        super().__init__(location, root=root, create=False, patience=patience, authority_required=authority_required)
 
     def immediate(self) -> Transaction:
         """As the Database's own, under its doom."""

@@ -1,8 +1,8 @@
 """Figures: how soon a death is in the ledger, and how often a living worker loses what it holds.
 
-    from SIGKILL to FAILED    of each worker that was killed with an attempt in its hands: from the kill, by the clock of
-                              this machine, to the time of the ``worker_lost`` receipt that ends the attempt, by the
-                              ledger's. It includes what was left of the attempt's time to live.
+    from SIGKILL to FAILED    of each worker that was killed with an attempt in its hands: from the kill, by this
+                              machine's clock, to the time of the ``worker_lost`` receipt that ends the attempt, by
+                              the ledger's. It includes what was left of the attempt's time to live.
     false losses              attempts that ended as ``worker_lost`` although their worker lived and had not been
                               signalled, and nobody had taken the ledger or its epoch away meanwhile. Counted against
                               all attempts, and against the hours for which attempts were held.

@@ -19,6 +19,7 @@ children of its own that it has not reaped, so a number is never another's.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import math
 import multiprocessing
@@ -30,14 +31,14 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from sovereign_agent.clock import monotonic
 from sovereign_agent.database import Database
-from sovereign_agent.errors import LedgerUnavailable, Refusal, SchemaMismatch
+from sovereign_agent.errors import Refusal, SchemaMismatch
 from sovereign_agent.organization import Organization
 from sovereign_agent.testing import aftermath, crash_points, figures, operations, workload
 from sovereign_agent.testing.checker import DIARY
@@ -59,6 +60,9 @@ ROLES = {
 """What each of them does, and how often the executioner comes for one."""
 
 SUPERVISORS, ASSISTANTS = 2, 2
+CRASHES = "crashes.txt"
+"""Where a process that ends by a fault of its interpreter leaves its traces, below the root."""
+
 LONGEST_REST_SECONDS = 0.25
 LONGEST_STOP_SECONDS = 2.5 * workload.EXECUTION_ATTEMPT_SECONDS
 DOOMED, DOOMED_AGAIN = 0.85, 0.35
@@ -129,7 +133,7 @@ class Place:
     lives: int = 0
     killed: bool = False
     wakes_at: float = math.inf
-    doom: Doom = crash_points.Doom()
+    doom: Doom = field(default_factory=Doom)
     lifetime: Lifetime | None = None
 
     def start(self, life: Life) -> Lifetime:
@@ -181,6 +185,8 @@ class Torture:
         self.signals: Counter[str] = Counter()
         self.deaths: Counter[str] = Counter()
         self.reached: Counter[Point] = Counter(dict.fromkeys(crash_points.points(self.engine), 0))
+        of_one = [one for one in crash_points.hardships(self.engine) if one is not Hardship.LOCKED]
+        self.hardships: Counter[Hardship] = Counter(dict.fromkeys(of_one, 0))
         self.lifetimes: list[Lifetime] = []
         self.findings: list[str] = []
         self.cast = [
@@ -286,8 +292,9 @@ class Torture:
             self.dice.shuffle(points)
             return Doom(min(points, key=self.reached.__getitem__), times=1 if urgent else self.dice.randint(1, 3))
         if role == "worker" and self.dice.random() < HARDLY_TRIED:
-            hardship = self.dice.choice([one for one in crash_points.hardships(self.engine) if one != Hardship.LOCKED])
-            return Doom(hardship=hardship, times=self.dice.randint(1, 8), lasts=self.dice.randint(5, 25))
+            hardship = min(self.hardships, key=self.hardships.__getitem__)
+            self.hardships[hardship] += 1
+            return Doom(hardship=hardship, times=self.dice.randint(1, 4), lasts=self.dice.randint(10, 40))
         return Doom()
 
     def _bury(self, place: Place, seconds: float | None = None) -> None:
@@ -370,6 +377,7 @@ def _now() -> int:
 def _live(act: Callable[[Life], None], life: Life) -> None:
     """One life. Whatever ends it, but a signal or the end of its time, is told as a fault."""
     try:
+        faulthandler.enable((life.root / CRASHES).open("a"))
         logging.disable()  # zombies complain of what they have lost; what counts of it stands in the ledger
         for number in INTERRUPTS:
             signal.signal(number, life.interrupt)
