@@ -35,43 +35,45 @@ class Step:
 
     name: str
     who: str
-    statement: str
+    verb: str
+    what: str
     told_by: Callable[[Params], bool] = _whatever
     alone: bool = False
     """Whether that statement is the whole transaction."""
 
     def is_taken(self, statements: list[tuple[str, Params]]) -> bool:
         """Whether a transaction of these statements takes it."""
-        taken = any(sql.startswith(self.statement) and self.told_by(params) for sql, params in statements)
+        beginning = f"{self.verb} {self.what}"
+        taken = any(sql.startswith(beginning) and self.told_by(params) for sql, params in statements)
         return taken and not (self.alone and len(statements) > 1)
 
 
-CONTROL = "UPDATE assistant_control SET paused = ?, restoring = ?"
+CONTROL = ("UPDATE", "assistant_control SET paused = ?, restoring = ?")
 STEPS = (
-    Step("lease.acquire", "worker", "INSERT INTO actor_leases"),
-    Step("lease.release", "worker", "DELETE FROM actor_leases"),
-    Step("attempt.acquire", "worker", "INSERT INTO execution_attempts"),
-    Step("run.renew", "worker", "UPDATE execution_attempts SET progress_at"),
-    Step("terminal.own", "worker", "UPDATE execution_attempts SET status", lambda told: told[0] == "DONE"),
-    Step("terminal.recovery", "supervisor", "UPDATE execution_attempts SET status", lambda told: told[0] != "DONE"),
-    Step("workspace.close", "supervisor", "UPDATE execution_attempts SET workspace_open"),
-    Step("mailbox.send", "worker", "INSERT INTO messages"),
-    Step("mailbox.claim", "worker", "UPDATE messages SET state = 'CLAIMED'"),
-    Step("mailbox.complete", "worker", "UPDATE messages SET state = ?"),
-    Step("mailbox.sweep", "supervisor", "UPDATE messages SET state = 'NEW'"),
-    Step("work.enqueue", "worker", "INSERT INTO assistant_work"),
-    Step("work.claim", "assistant", "UPDATE assistant_work SET status = 'RUNNING'"),
-    Step("work.observe", "assistant", "INSERT INTO assistant_transcript"),
-    Step("work.act", "assistant", "INSERT INTO torture_deeds"),
-    Step("work.renew", "assistant", "UPDATE assistant_work SET expires_at"),
-    Step("work.finish", "assistant", "UPDATE assistant_work SET status = ?", lambda told: told[0] == "DONE"),
-    Step("work.give_back", "assistant", "UPDATE assistant_work SET status = ?", lambda told: told[0] == "READY"),
-    Step("authority.pause", "operator", CONTROL, lambda told: bool(told[0]) and not told[1] and not told[4]),
-    Step("authority.resume", "operator", CONTROL, lambda told: not told[0]),
-    Step("authority.new_epoch", "operator", "INSERT INTO assistant_control"),
-    Step("restore.mark", "operator", CONTROL, lambda told: bool(told[1])),
-    Step("restore.point_marker", "operator", "SELECT * FROM assistant_control", alone=True),
-    Step("restore.close", "operator", CONTROL, lambda told: bool(told[4]) and not told[1]),
+    Step("lease.acquire", "worker", "INSERT INTO", "actor_leases"),
+    Step("lease.release", "worker", "DELETE FROM", "actor_leases"),
+    Step("attempt.acquire", "worker", "INSERT INTO", "execution_attempts"),
+    Step("run.renew", "worker", "UPDATE", "execution_attempts SET progress_at"),
+    Step("terminal.own", "worker", "UPDATE", "execution_attempts SET status", lambda told: told[0] == "DONE"),
+    Step("terminal.recovery", "supervisor", "UPDATE", "execution_attempts SET status", lambda told: told[0] != "DONE"),
+    Step("workspace.close", "supervisor", "UPDATE", "execution_attempts SET workspace_open"),
+    Step("mailbox.send", "worker", "INSERT INTO", "messages"),
+    Step("mailbox.claim", "worker", "UPDATE", "messages SET state = 'CLAIMED'"),
+    Step("mailbox.complete", "worker", "UPDATE", "messages SET state = ?"),
+    Step("mailbox.sweep", "supervisor", "UPDATE", "messages SET state = 'NEW'"),
+    Step("work.enqueue", "worker", "INSERT INTO", "assistant_work"),
+    Step("work.claim", "assistant", "UPDATE", "assistant_work SET status = 'RUNNING'"),
+    Step("work.observe", "assistant", "INSERT INTO", "assistant_transcript"),
+    Step("work.act", "assistant", "INSERT INTO", "torture_deeds"),
+    Step("work.renew", "assistant", "UPDATE", "assistant_work SET expires_at"),
+    Step("work.finish", "assistant", "UPDATE", "assistant_work SET status = ?", lambda told: told[0] == "DONE"),
+    Step("work.give_back", "assistant", "UPDATE", "assistant_work SET status = ?", lambda told: told[0] == "READY"),
+    Step("authority.pause", "operator", *CONTROL, lambda told: bool(told[0]) and not told[1] and not told[4]),
+    Step("authority.resume", "operator", *CONTROL, lambda told: not told[0]),
+    Step("authority.new_epoch", "operator", "INSERT INTO", "assistant_control"),
+    Step("restore.mark", "operator", *CONTROL, lambda told: bool(told[1])),
+    Step("restore.point_marker", "operator", "SELECT", "* FROM assistant_control", alone=True),
+    Step("restore.close", "operator", *CONTROL, lambda told: bool(told[4]) and not told[1]),
 )
 
 
@@ -93,11 +95,6 @@ class Point:
         return f"{self.step.name}.{self.moment}"
 
 
-def hardships(engine: str) -> tuple[Hardship, ...]:
-    """Every hardship that there is on this engine: the disk of a PostgreSQL server is not ours to fill."""
-    return tuple(one for one in Hardship if one is Hardship.LOCKED or (engine, one) in HARDSHIPS)
-
-
 def points(engine: str) -> tuple[Point, ...]:
     """Every point that a ledger on this engine has: PostgreSQL's restores are its own tools'."""
     steps = [step for step in STEPS if engine == "sqlite" or not step.name.startswith("restore.")]
@@ -112,15 +109,26 @@ class Hardship(StrEnum):
     LOCKED = "locked for longer than anybody waits"
 
 
-HARDSHIPS = {
-    ("sqlite", Hardship.DISK_FULL): ("PRAGMA max_page_count = 1", "PRAGMA max_page_count = 4294967294"),
-    ("sqlite", Hardship.READ_ONLY): ("PRAGMA query_only = ON", "PRAGMA query_only = OFF"),
+HARDSHIPS: dict[tuple[str, Hardship], tuple[Callable[[Connection], object], Callable[[Connection], object]]] = {
+    ("sqlite", Hardship.DISK_FULL): (
+        lambda ledger: ledger.execute("PRAGMA max_page_count = 1"),  # which means as many as there are
+        lambda ledger: ledger.execute("PRAGMA max_page_count = 4294967294"),
+    ),
+    ("sqlite", Hardship.READ_ONLY): (
+        lambda ledger: ledger.execute("PRAGMA query_only = ON"),
+        lambda ledger: ledger.execute("PRAGMA query_only = OFF"),
+    ),
     ("postgresql", Hardship.READ_ONLY): (
-        "SET default_transaction_read_only = on",
-        "SET default_transaction_read_only = off",
+        lambda ledger: ledger.execute("SET default_transaction_read_only = on"),
+        lambda ledger: ledger.execute("SET default_transaction_read_only = off"),
     ),
 }
-"""The statements that begin and end each hardship. A page count below the file's own means as many as there are."""
+"""How each hardship begins, and how it ends."""
+
+
+def hardships(engine: str) -> tuple[Hardship, ...]:
+    """Every hardship that there is on this engine: the disk of a PostgreSQL server is not ours to fill."""
+    return tuple(one for one in Hardship if one is Hardship.LOCKED or (engine, one) in HARDSHIPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +178,14 @@ class DoomedDatabase(Database):
         """Count a transaction, and let the hardship begin or end with it; answer what is hard in this one."""
         hardship = self.doom.hardship
         self._begun += 1
-        statements = HARDSHIPS.get((self.engine, hardship)) if hardship else None
-        if statements is None:
+        if hardship is None:
             return None
-        hard = 0 <= self._begun - self.doom.times < self.doom.lasts
-        connection.execute(statements[0 if hard else 1])
-        return hardship if hard else None
+        begin, end = HARDSHIPS[self.engine, hardship]
+        if 0 <= self._begun - self.doom.times < self.doom.lasts:
+            begin(connection)
+            return hardship
+        end(connection)
+        return None
 
     def reach(self, moment: Moment, statements: list[tuple[str, Params]]) -> None:
         """Die here, if this is the place."""
