@@ -37,8 +37,8 @@ test: $(READY) ## every test, in parallel; ARGS="-k lease" chooses
 simulate: $(READY) ## every order of a few transactions, then 2,000 seeded histories; ARGS="--scenario lease" chooses
 	$(VENV)/bin/sovereign-agent simulate $(ARGS)
 
-torture: $(READY) ## kill real workers at random moments and look for lies; ARGS go to the tool
-	$(PY) -m sovereign_agent.testing.torture $(ARGS)
+torture: $(READY) ## kill real workers on both engines, at random and at named points, and look for lies; ARGS="--engine sqlite"
+	$(PY) scripts/torture.py $(ARGS)
 
 mutate: $(READY) ## revert each decisive line in a copy and require that its test goes red; ARGS="--only relay"
 	$(PY) scripts/mutate.py $(ARGS)

@@ -102,6 +102,19 @@ def _started(root: Path, tries: int = 3) -> Any:
         return _started(root, tries - 1)
 
 
+@pytest.fixture
+def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A PostgreSQL server that a test may stop and start."""
+    if os.environ.get("SOVEREIGN_TEST_POSTGRES_URL"):
+        pytest.skip("the server that was given is not ours to restart")
+    root = tmp_path_factory.mktemp("own")
+    os.environ.setdefault("XDG_RUNTIME_DIR", str(root))
+    os.environ["PATH"] += f"{os.pathsep}/usr/sbin"
+    server = _started(root)
+    yield server
+    server.cleanup()
+
+
 @dataclass(frozen=True)
 class Location:
     """Where a ledger lies: enough for another process to open it."""

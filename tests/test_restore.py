@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -779,6 +780,20 @@ def test_a_rollback_without_its_safety_copy_is_refused_once_the_content_is_repla
     assert (subjects(db), answer(location.open)) == (["kept"], "restore_unfinished")
     (tmp_path / "elsewhere").rename(safety_copy)
     _roll_back_to_the_end(db)
+
+
+def test_what_was_queued_on_top_of_a_restore_that_is_rolled_back_is_kept_in_a_copy(
+    location: Any, tmp_path: Path
+) -> None:
+    db = _unfinished(location, tmp_path, "the content")
+    relay.send(db, "a", "b", "on top", "")  # by a process that had the ledger open all the time
+    assert subjects(db) == ["kept", "on top"]
+    path = db.path
+    _roll_back_to_the_end(db)
+    undone = [*path.parent.glob("*.undone")]
+    assert len(undone) == 1
+    with closing(Database(undone[0], create=False, read_only=True)) as copy:
+        assert subjects(copy) == ["kept", "on top"]
 
 
 def test_a_restore_interrupted_just_after_it_has_begun_can_be_finished(

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Location, _started
+from conftest import Location
 from pydantic import BaseModel, ConfigDict
 from support import (
     at_one_barrier,
@@ -496,19 +496,6 @@ def test_a_locked_ledger_is_told_once_and_waited_for(shop: Database, location: L
         eventually(lambda: is_final(shop, item), within=30)
     assert service.told[0].startswith("waiting: ")
     require_whole(shop, item)
-
-
-@pytest.fixture
-def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A PostgreSQL server that a test may stop and start."""
-    if os.environ.get("SOVEREIGN_TEST_POSTGRES_URL"):
-        pytest.skip("the server that was given is not ours to restart")
-    root = tmp_path_factory.mktemp("own")
-    os.environ.setdefault("XDG_RUNTIME_DIR", str(root))
-    os.environ["PATH"] += f"{os.pathsep}/usr/sbin"
-    server = _started(root)
-    yield server
-    server.cleanup()
 
 
 def test_a_service_outlives_a_restart_of_postgresql_in_the_middle_of_its_work(own_server: Any, tmp_path: Path) -> None:

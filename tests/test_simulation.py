@@ -9,13 +9,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import ACTOR, attempt_on, renew_attempt, run_of
 
-from sovereign_agent import assistant_service, cli, relay
+from sovereign_agent import assistant_service, cli, fencing, relay
 from sovereign_agent.clock import ManualClock
 from sovereign_agent.database import LEDGER_NAME, Connection, Database, Transaction
 from sovereign_agent.errors import Contention, LedgerUnavailable
@@ -359,6 +360,7 @@ def test_claims_that_another_epoch_has_taken_back_are_no_breach(db: Database) ->
     assistant_service.new_epoch(db, "principal", "a test")
     assistant_service.resume(db, "principal", "a test")
     relay.claim(db, first.id, "operator")
+    assert not [each for each in breaches(db.connection) if "by nobody" in each]
     assert violations(db.connection) == []
     db.connection.execute(
         """
@@ -368,3 +370,19 @@ def test_claims_that_another_epoch_has_taken_back_are_no_breach(db: Database) ->
         (first.id,),
     )
     assert len(violations(db.connection)) == 1
+
+
+def test_a_folder_that_is_dealt_with_late_does_not_end_the_attempt_after_it(template: Path) -> None:
+    root, clock = shutil.copytree(template, template.with_name("late")), ManualClock()
+    with closing(Database(root / LEDGER_NAME, create=False, clock=clock)) as db:
+        first = run_of(db, clock)
+        clock.advance(fencing.EXECUTION_ATTEMPT_TTL)
+        lease = fencing.acquire_actor_lease(db, ACTOR, "proc_blue", clock=clock)
+        attempt_on(db, first.assignment_id, lease, clock)
+        relay.claim(db, relay.send(db, "a", "b", "a later token", "").id, "b")
+        with db.transaction() as connection:
+            fencing.close_workspace(connection, first.id)
+        renewed = fencing.active_attempt(db.connection, first.assignment_id)
+        assert renewed
+        renew_attempt(db, renewed, clock)
+        assert not [each for each in breaches(db.connection) if each.startswith("The attempt ")]

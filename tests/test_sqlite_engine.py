@@ -29,6 +29,7 @@ from support import (
     heard,
     holding,
     in_a_fresh_process,
+    killed_in_a_process,
     run_of,
     traces,
 )
@@ -630,3 +631,31 @@ def test_append_only_guards_every_unique_key_of_its_tables(db: Database, clock: 
         with pytest.raises(ConstraintBroken, match="refused a row"):
             db.connection.execute(receipt.replace("INSERT", "INSERT OR REPLACE"), (other,))
     assert db.connection.execute("SELECT id FROM receipts").rows[0][0] == "first"
+
+
+LONG = "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 400000) SELECT max(i) FROM n"
+
+
+def close_while_another_thread_reads(path: Path) -> None:
+    """For a process of its own: what is wrong here ends the interpreter."""
+    for _ in range(3):
+        db, begun = Database(path), threading.Event()
+        db.connection.execute("SELECT 1")
+
+        def read(db: Database = db, begun: threading.Event = begun) -> None:
+            db.connection.execute("SELECT 1")
+            begun.set()
+            with suppress(LedgerUnavailable):
+                while True:
+                    db.connection.execute(LONG)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        begun.wait()
+        threading.Event().wait(0.02)
+        db.close()
+        reader.join()
+
+
+def test_a_ledger_that_is_closed_while_a_thread_is_in_a_statement_ends_after_it(tmp_path: Path) -> None:
+    assert killed_in_a_process(close_while_another_thread_reads, tmp_path / "organization.db") is False

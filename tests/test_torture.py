@@ -9,21 +9,24 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ENGINES, Location, Server
-from support import eventually
+from support import answer, child, eventually, heard, new_assignment, receipt_for, traces
 
-from sovereign_agent import fencing, organization, relay, supervisor
-from sovereign_agent.clock import ManualClock
-from sovereign_agent.database import Connection
+from sovereign_agent import assistant_work, fencing, organization, relay, supervisor
+from sovereign_agent.clock import ManualClock, moment
+from sovereign_agent.database import Connection, Database
 from sovereign_agent.errors import AuthorityLost
 from sovereign_agent.organization import Organization
 from sovereign_agent.providers.base import Envelope, Proposal
-from sovereign_agent.records import ReceiptStatus, Role
+from sovereign_agent.records import AttemptStatus, ReceiptStatus, Role
+from sovereign_agent.testing.crash_points import Doom, DoomedDatabase, Hardship, hardships, points
+from sovereign_agent.testing.figures import Lifetime, measured
 from sovereign_agent.testing.invariants import PROMISES, violations
 from sovereign_agent.testing.workload import Witness
 
@@ -374,49 +377,146 @@ def test_a_message_that_is_not_what_its_history_makes_it_is_named(statement: str
     assert any(each.startswith("Message ") and named in each for each in broken(story, statement))
 
 
-def torture(*options: str) -> list[str]:
-    return [sys.executable, "-m", "sovereign_agent.testing.torture", "--json", *options]
+def torture(root: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "sovereign_agent", "torture", "--json", "--root", str(root), *options]
 
 
-def on(location: Location) -> list[str]:
-    return ["--root", str(location.root), *(["--ledger", location.ledger] * (location.engine == "postgresql"))]
-
-
-def test_whoever_is_killed_whenever_no_promise_is_broken(location: Location) -> None:
-    ended = subprocess.run(torture("--seconds", "8", *on(location)), capture_output=True, text=True, check=False)
+def test_whoever_is_killed_wherever_no_promise_is_broken(make_location: Callable[..., Location]) -> None:
+    location = make_location(migrated=False)
+    ledger = ["--ledger", location.ledger] if location.engine == "postgresql" else []
+    ended = subprocess.run(
+        torture(location.root, "--seconds", "6", *ledger), capture_output=True, text=True, check=False
+    )
     report: dict[str, Any] = json.loads(ended.stdout)
-    assert (ended.returncode, report["violations"]) == (0, []), ended.stderr
+    assert (ended.returncode, report["violations"], report["never_met"]) == (0, [], []), ended.stderr
     assert report["ledger"] == location.engine
-    assert {"SIGKILL", "SIGSTOP", "SIGTERM", "after a statement"} <= {*report["signals"]}
+    assert {"SIGKILL", "SIGSTOP", "SIGTERM"} <= {*report["signals"]}
+    assert {*report["killed"]} >= {"worker", "supervisor", "assistant", "operator"}
+    assert {*report["crash_points"]} == {str(point) for point in points(location.engine)}
     assert {"completed", "failed worker_lost"} <= {*report["receipts"]}
     assert report["audits"] > 0
 
 
-def test_an_interrupt_ends_the_torture_with_its_report(tmp_path: Path) -> None:
-    command = torture("--seconds", "60", "--root", str(tmp_path))
+def test_an_interrupt_ends_the_torture_with_its_report_which_says_what_was_left_out(tmp_path: Path) -> None:
+    command = torture(tmp_path, "--seconds", "60")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        eventually(lambda: Witness(tmp_path / "witness.jsonl").told("receipt"))
+        eventually(lambda: Witness(tmp_path / "witness.jsonl").told("asked"))
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stdout + stderr
-    assert json.loads(stdout)["seconds"] < 60
+    report = json.loads(stdout)
+    assert (process.returncode, report["violations"]) == (1, []), stdout + stderr
+    assert report["never_met"]
+    assert report["seconds"] < 60
 
 
 def test_what_the_torture_finds_is_named_and_is_its_exit_code(tmp_path: Path) -> None:
-    (tmp_path / ".sovereign" / "runs" / "att_stranger").mkdir(parents=True)
-    ended = subprocess.run(
-        torture("--seconds", "0", "--root", str(tmp_path)), capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 1
-    assert [each.rpartition("/")[2] for each in json.loads(ended.stdout)["violations"]] == [
+    with subprocess.Popen(torture(tmp_path, "--seconds", "60"), stdout=subprocess.PIPE, text=True) as process:
+        eventually(lambda: Witness(tmp_path / "witness.jsonl").told("asked"))
+        (tmp_path / ".sovereign" / "runs" / "att_stranger").mkdir(parents=True)
+        process.send_signal(signal.SIGINT)
+        stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert [each.rpartition("/")[2] for each in json.loads(stdout)["violations"]] == [
         "att_stranger belongs to no attempt."
     ]
 
 
 def test_a_ledger_that_cannot_be_reached_is_no_torture(tmp_path: Path) -> None:
     unreachable = f"postgresql://nobody@/nothing?host={tmp_path}"
-    ended = subprocess.run(
-        torture("--root", str(tmp_path), "--ledger", unreachable), capture_output=True, text=True, check=False
-    )
-    assert (ended.returncode, ended.stdout) == (2, "")
+    ended = subprocess.run(torture(tmp_path, "--ledger", unreachable), capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (4, "")
     assert "cannot be used" in ended.stderr
+
+
+def test_nobody_s_ledger_is_tortured(location: Location) -> None:
+    org = location.init()
+    org.close()
+    before = traces(location.root)
+    elsewhere = location.root.with_name("elsewhere")
+    given = [str(elsewhere), "--ledger", location.ledger] if location.engine == "postgresql" else [str(location.root)]
+    ended = subprocess.run(torture(Path(given[0]), *given[1:]), capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "ledger_not_empty" in ended.stderr
+    assert (traces(location.root), elsewhere.exists()) == (before, False)
+
+
+# --- its parts --------------------------------------------------------------------------------------------
+
+
+def doomed(pipe: Any, name: str, location: Location) -> None:
+    """For `child`: queue two turns, and die over the second."""
+    [point] = [point for point in points(location.engine) if str(point) == name]
+    doom = Doom(point, times=2)
+    db = DoomedDatabase(location.ledger, location.root, doom, lambda _, **__: None, patience=timedelta(seconds=5))
+    for number in (1, 2):
+        assistant_work.enqueue(db, f"mail:{number}", "lucy", "Sell it.")
+        pipe.send(number)
+
+
+@pytest.mark.parametrize(("moment", "there"), [("before_commit", 1), ("after_commit", 2)])
+def test_a_process_dies_at_the_point_it_is_doomed_to_and_at_no_other(
+    db: Database, location: Location, moment: str, there: int
+) -> None:
+    with child(doomed, f"work.enqueue.{moment}", location) as (process, pipe):
+        assert heard(pipe) == 1
+        process.join(30)
+        assert process.exitcode == -signal.SIGKILL
+        with pytest.raises(EOFError):
+            pipe.recv()
+    assert len(db.connection.execute("SELECT 1 FROM assistant_work").rows) == there
+
+
+def test_a_full_or_read_only_ledger_takes_nothing_and_then_everything(db: Database, location: Location) -> None:
+    for hardship in [one for one in hardships(location.engine) if one is not Hardship.LOCKED]:
+        told: list[Any] = []
+        doom = Doom(hardship=hardship, times=1, lasts=100)
+        hard = DoomedDatabase(
+            location.ledger,
+            location.root,
+            doom,
+            lambda kind, told=told, **facts: told.append((kind, facts)),
+            patience=timedelta(seconds=5),
+        )
+        with closing(hard):
+            answers = [
+                answer(assistant_work.enqueue, hard, f"{hardship} {number}", "lucy", "x" * 5_000)
+                for number in range(101)
+            ]
+        queued = [row["origin"] for row in db.connection.execute("SELECT origin FROM assistant_work ORDER BY seq")]
+        assert {*answers} == {"done", "ledger_unavailable"}
+        assert answers[-1] == "done"
+        assert [origin for origin in queued if origin.startswith(hardship)] == [
+            f"{hardship} {number}" for number, said in enumerate(answers) if said == "done"
+        ]
+        assert told == [("hardship", {"name": hardship})] * answers.count("ledger_unavailable")
+
+
+def test_a_death_is_timed_from_the_kill_and_a_loss_is_false_only_if_nobody_touched_its_worker(
+    org: Organization,
+) -> None:
+    second = 1_000_000
+    for number, (pid, category) in enumerate(
+        [(1, "worker_lost"), (2, "worker_lost"), (3, "worker_lost"), (4, "worker_lost"), (5, "nonzero_exit")]
+    ):
+        assignment = new_assignment(org.db, OPERATOR)
+        lease = fencing.acquire_or_renew_actor_lease(org.db, OPERATOR, "proc_red")
+        attempt = fencing.acquire_execution_attempt(
+            org.db, assignment.id, OPERATOR, "proc_red", lease.fencing_token, process={"pid": pid}
+        )
+        receipt = replace(receipt_for(attempt), failure_category=category, status=ReceiptStatus.FAILED)
+        with org.db.transaction() as connection:
+            now = moment((100 + number) * second)
+            fencing.end_attempt(connection, attempt, AttemptStatus.RECOVERED, receipt, now=now)
+        org.db.connection.execute(
+            "UPDATE execution_attempts SET acquired_at = ? WHERE id = ?", (90 * second, attempt.id)
+        )
+    lives = [
+        Lifetime(1, 1, killed_at=98 * second, touched_at=98 * second),
+        Lifetime(2, 1),
+        Lifetime(3, 1, touched_at=95 * second),
+        Lifetime(4, 1),
+        Lifetime(5, 1),
+    ]
+    seen = measured(org.db.connection, lives, [(102.5 * second, 104 * second)])
+    assert seen["kill_to_failed"] == {"count": 1, "p50": 2.0, "p99": 2.0}
+    assert (seen["false_losses"]["count"], seen["false_losses"]["attempts"]) == (1, 5)

@@ -385,7 +385,7 @@ def roll_back_restore(db: Database, *, actor: str = OPERATOR) -> Restored:
             sqlite_backup.take_in(_safety_copy(db, now.restoring), db.path, back)
             before = _epoch_of(back)
             if before != now.epoch:  # the image's content is in the ledger already
-                _put(db, now, back, safety_copy=None)
+                _put(db, now, back, safety_copy=_undone(db, now.restoring))
         elif _staging(db, now.restoring).exists() and _epoch_of(_staging(db, now.restoring)) == now.epoch:
             raise Refusal(
                 "The restore was not rolled back: what the ledger held before it is not there.",
@@ -429,14 +429,13 @@ def _prepare(db: Database, live: Control, restore_id: str, actor: str, detail: d
             return fencing.last_token(connection)
 
 
-def _put(db: Database, seen: Control, image: Path, *, safety_copy: Path | None) -> None:
+def _put(db: Database, seen: Control, image: Path, *, safety_copy: Path) -> None:
     """The image's content into the ledger, unless another has finished or rolled back in the meantime."""
 
     def locked() -> None:
         if authority.control(db.connection) != seen:
             raise _overtaken()
-        if safety_copy:
-            sqlite_backup.back_up(db.path, safety_copy, replacing=True)
+        sqlite_backup.back_up(db.path, safety_copy, replacing=True)
 
     sqlite_backup.replace_content(db.path, image, patience=db.patience, locked=locked)
 
@@ -451,9 +450,9 @@ def _close(db: Database, restore_id: str, epoch: str, rolled_back_by: str = "") 
         authority.change_control(connection, seen, paused=True)
         if rolled_back_by:
             _record(db, "authority.rolled_back", seen, rolled_back_by, {"restore": restore_id})
-    safety_copy = _safety_copy(db, restore_id)
+    safety_copy, undone = _safety_copy(db, restore_id), _undone(db, restore_id)
     for left in db.path.parent.iterdir():
-        if left.name.startswith(f"{db.path.name}.{restore_id}.") and left != safety_copy:
+        if left.name.startswith(f"{db.path.name}.{restore_id}.") and left not in (safety_copy, undone):
             with suppress(OSError):  # the restore is over, and what stays harms nobody
                 left.unlink()
     return Restored(restore_id, epoch, safety_copy if safety_copy.exists() else None)
@@ -513,6 +512,11 @@ def _staging(db: Database, restore_id: str) -> Path:
 
 def _safety_copy(db: Database, restore_id: str) -> Path:
     return _beside(db, restore_id, "before")
+
+
+def _undone(db: Database, restore_id: str) -> Path:
+    """What a rollback has replaced: the backup's content, and whatever was queued or sent on top of it."""
+    return _beside(db, restore_id, "undone")
 
 
 def _require_sqlite(db: Database, done: str, instead: str) -> None:

@@ -83,6 +83,7 @@ def application() -> typer.Typer:
         outcome,
         simulate,
         supervisor,
+        torture,
         work,
     )
 
@@ -116,6 +117,7 @@ def application() -> typer.Typer:
         authority.backup,
         authority.restore,
         simulate.simulate,
+        torture.torture,
     ):
         app.command()(verb)
     for name, family in (

@@ -201,18 +201,24 @@ class Host:
         that stays of this one. Raises as `fencing.acquire_execution_attempt` and `finish` do, and AuthorityLost
         (``lease_lost``) when no renewal was confirmed in time; an interruption is recorded, then raised.
         """
-        asked_at = monotonic()
-        attempt = fencing.acquire_execution_attempt(
-            self._db,
-            assignment.id,
-            assignment.actor_id,
-            self._process_identity,
-            lease.fencing_token,
-            ttl=authority.attempt_ttl,
-            maximum=timedelta(seconds=assignment.maximum_seconds) + room + authority.attempt_ttl,
-            host=str(process["host"]),
-            process=process,
-        )
+        asked_at, call = monotonic(), new_id("call")
+        try:
+            attempt = fencing.acquire_execution_attempt(
+                self._db,
+                assignment.id,
+                assignment.actor_id,
+                self._process_identity,
+                lease.fencing_token,
+                ttl=authority.attempt_ttl,
+                maximum=timedelta(seconds=assignment.maximum_seconds) + room + authority.attempt_ttl,
+                host=str(process["host"]),
+                process={**process, "call": call},
+            )
+        except LedgerUnavailable:
+            found = self._taken_by(call, assignment.id, until=asked_at + authority.attempt_ttl.total_seconds())
+            if found is None:
+                raise
+            attempt = found
         lasts = min(attempt.expires_at, lease.expires_at) - attempt.acquired_at
         with closing(Keeper(self._db, attempt, authority)) as keeper:
             try:
@@ -228,6 +234,19 @@ class Host:
                     self._end(root, assignment, keeper, failure(attempt, "interrupted", why))
                 raise
             return self._end(root, assignment, keeper, receipt)
+
+    def _taken_by(self, call: str, assignment_id: str, *, until: float) -> ExecutionAttempt | None:
+        """The attempt that a call of ours took, though no answer came. Waits for the ledger, but not beyond `until`."""
+        while True:
+            try:
+                with self._db.immediate() as connection:  # alone: a commit that is still under way is waited for
+                    held = fencing.active_attempt(connection, assignment_id)
+            except (Contention, LedgerUnavailable) as error:
+                if monotonic() > until or error.category == "ledger_closed":
+                    raise
+                time.sleep(PAUSE_SECONDS)
+            else:
+                return held if held and held.process.get("call") == call else None
 
     def _end(self, root: Path, assignment: Assignment, keeper: Keeper, receipt: Receipt) -> Receipt:
         """End one's own run: the terminal write, and only then what follows on disk. Raises as `finish` does.

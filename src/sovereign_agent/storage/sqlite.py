@@ -84,6 +84,7 @@ class SQLiteConnection(Connection):
         self._clock = SystemClock()
         self._patience = patience
         self._opened = status_of(path)
+        self._in_use = threading.RLock()  # closed by another thread while it runs, a statement ends the interpreter
         self._raw = self._connect()
         super().__init__()
 
@@ -140,23 +141,26 @@ class SQLiteConnection(Connection):
         return raw
 
     def _close(self) -> None:
-        self._raw.close()
+        with self._in_use:
+            self._raw.close()
 
     def _run(self, sql: str, params: tuple[Value, ...]) -> Result:
         try:
-            cursor = self._raw.execute(render(sql), params)
-            if cursor.description:
-                rows = cursor.fetchall()
-                return Result(rows, len(rows))
-            if cursor.rowcount < 0 and _WITH.match(sql):  # the driver does not count what starts with WITH
-                return Result([], int(self._raw.execute("SELECT changes()").fetchone()[0]))
-            return Result([], cursor.rowcount)
+            with self._in_use:
+                cursor = self._raw.execute(render(sql), params)
+                if cursor.description:
+                    rows = cursor.fetchall()
+                    return Result(rows, len(rows))
+                if cursor.rowcount < 0 and _WITH.match(sql):  # the driver does not count what starts with WITH
+                    return Result([], int(self._raw.execute("SELECT changes()").fetchone()[0]))
+                return Result([], cursor.rowcount)
         except sqlite3.Error as error:
             raise translated(error, self.path, self._holder) from error
 
     def _run_many(self, sql: str, rows: list[tuple[Value, ...]]) -> int:
         try:
-            return self._raw.executemany(render(sql), rows).rowcount
+            with self._in_use:
+                return self._raw.executemany(render(sql), rows).rowcount
         except sqlite3.Error as error:
             raise translated(error, self.path, self._holder) from error
 
@@ -178,8 +182,9 @@ class SQLiteConnection(Connection):
 
     def _abandon(self) -> None:
         try:
-            if self._raw.in_transaction:
-                self._raw.execute("ROLLBACK")
+            with self._in_use:
+                if self._raw.in_transaction:
+                    self._raw.execute("ROLLBACK")
         except sqlite3.Error:
             self.close()
 

@@ -1,7 +1,9 @@
 """Aftermath: what is asked once everybody is dead.
 
-Whoever asks has done none of the work. Authority runs out, a supervisor's ticks come to an end, and then the ledger
-is compared with itself, with the disk, with what the workers were told, and with the processes of this machine.
+Whoever asks has done none of the work. What an operator has left half-way is ended; authority runs out, a
+supervisor's ticks come to an end, and then the ledger is compared with itself, with the disk, with what the workers
+were told, and with the processes of this machine. A restore takes back what somebody was told before it: that must
+then stand in the copy of what it has replaced.
 """
 
 from __future__ import annotations
@@ -10,31 +12,52 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import psutil
 
-from sovereign_agent import journal, supervisor, workspace
+from sovereign_agent import assistant_work, configuration, journal, supervisor, workspace
 from sovereign_agent.clock import micros, monotonic
+from sovereign_agent.database import LEDGER_NAME, Connection, Database
 from sovereign_agent.organization import Organization
-from sovereign_agent.testing.invariants import violations
+from sovereign_agent.testing import operations
+from sovereign_agent.testing.checker import breaches
 from sovereign_agent.testing.workload import Witness
 
 PATIENCE_SECONDS = 15.0
 PAUSE_SECONDS = 0.1
+COPIES = (".before", ".undone")
+"""How the copies are called that a restore and a rollback keep of what they replace."""
+
+
+def mended(root: Path) -> Organization:
+    """The organization, once what its operator has left half-way is ended."""
+    url = configuration.load(root).ledger.url
+    with closing(Database(url or root / LEDGER_NAME, root=root, create=False, authority_required=False)) as db:
+        operations.bring_to_order(db)
+    return Organization(root)
 
 
 def findings(org: Organization, witness: Witness) -> list[str]:
     """Every lie that was found, a sentence each."""
-    return [
-        *_still_held(org),
-        *violations(org.db.connection),
-        *_faults_of_our_own(org),
-        *_lies_on_disk(org),
-        *_broken_answers(org, witness),
-        *_programs_left(org.root),
-    ]
+    held = _still_held(org)
+    with ExitStack() as opened:
+        replaced = [
+            opened.enter_context(closing(Database(copy, create=False, read_only=True))).connection
+            for copy in (org.root / LEDGER_NAME).parent.glob("*.restore_*.*")
+            if copy.suffix in COPIES
+        ]
+        known = [org.db.connection, *replaced]
+        return [
+            *held,
+            *breaches(org.db.connection, at_rest=True),
+            *_faults_of_our_own(org),
+            *_lies_on_disk(org, known),
+            *_broken_answers(known, witness),
+            *_deeds_not_done_once(org),
+            *_programs_left(org.root),
+        ]
 
 
 def _still_held(org: Organization) -> list[str]:
@@ -42,10 +65,13 @@ def _still_held(org: Organization) -> list[str]:
     deadline = monotonic() + PATIENCE_SECONDS
     while True:
         report = supervisor.tick(org)
+        for claim in assistant_work.claim_many(org.db, "aftermath", 100):  # which gives back what nobody works on
+            assistant_work.release(org.db, claim)
         held = org.db.connection.execute(
             """
             SELECT id FROM execution_attempts WHERE status = 'ACTIVE' OR workspace_open = 1
              UNION ALL SELECT id FROM messages WHERE state = 'CLAIMED'
+             UNION ALL SELECT id FROM assistant_work WHERE status = 'RUNNING'
              UNION ALL SELECT actor_id FROM actor_leases WHERE expires_at > ?
             """,
             (micros(org.db.now()),),
@@ -63,49 +89,68 @@ def _faults_of_our_own(org: Organization) -> list[str]:
     return [f"Receipt {row[0]} tells of a fault of our own: {row[1]}" for row in receipts]
 
 
-def _lies_on_disk(org: Organization) -> Iterator[str]:
-    """Receipts on disk that are not the ledger's, ended attempts without one, and folders that are no run's."""
+def _lies_on_disk(org: Organization, ledgers: list[Connection]) -> Iterator[str]:
+    """Receipts on disk that no ledger has, ended attempts without one, and folders that are no run's.
+
+    After a restore a folder may hold what was true before it: a restore changes the ledger, and no folder.
+    """
     attempts = org.db.connection.execute("SELECT id, status FROM execution_attempts").fetchall()
     for attempt_id, status in attempts:
         folder = workspace.locate(org.root, attempt_id).path
-        receipt = journal.receipt_of_attempt(org.db.connection, attempt_id)
+        receipts = [journal.receipt_of_attempt(each, attempt_id) for each in ledgers]
+        known = [json.loads(journal.receipt_json(receipt)) for receipt in receipts if receipt]
         written = folder / "receipt.json"
         if not written.exists():
             if status != "ACTIVE":
                 yield f"Attempt {attempt_id} has ended, and there is no {written}."
-        elif receipt is None or json.loads(written.read_bytes()) != json.loads(journal.receipt_json(receipt)):
+        elif json.loads(written.read_bytes()) not in known:
             yield f"{written} is not what the ledger has."
         elif hashlib.sha256(written.read_bytes()).hexdigest() not in (folder / "receipt.json.sha256").read_text():
             yield f"{written} has not the sum that stands beside it."
-    known = {str(attempt_id) for attempt_id, _ in attempts}
+    known_ids = {str(row[0]) for each in ledgers for row in each.execute("SELECT id FROM execution_attempts")}
     for folder in (org.root / ".sovereign" / "runs").glob("*"):
-        if folder.name.removesuffix(".lock") not in known:
+        if folder.name.removesuffix(".lock") not in known_ids:
             yield f"{folder} belongs to no attempt."
 
 
-def _broken_answers(org: Organization, witness: Witness) -> Iterator[str]:
-    """What a worker was told, and the ledger does not know."""
-    connection = org.db.connection
+def _broken_answers(ledgers: list[Connection], witness: Witness) -> Iterator[str]:
+    """What somebody was told, and no ledger knows."""
+
+    def known(query: str, *facts: str | int) -> bool:
+        return any(each.execute(query, facts).rows for each in ledgers)
+
+    run = """
+        SELECT 1 FROM receipts r JOIN execution_attempts e ON e.id = r.attempt_id
+         WHERE r.id = ? AND e.id = ? AND e.process_identity = ? AND e.status = 'DONE'
+        """
     for fact in witness.told("receipt"):
-        found = connection.execute(
-            """
-            SELECT 1 FROM receipts r JOIN execution_attempts e ON e.id = r.attempt_id
-             WHERE r.id = ? AND e.id = ? AND e.process_identity = ? AND e.status = 'DONE'
-            """,
-            (fact["id"], fact["attempt"], fact["process"]),
-        )
-        if not found.rows:
+        if not known(run, fact["id"], fact["attempt"], fact["process"]):
             yield f"Process {fact['process']} was given receipt {fact['id']}, which is not that of a run of its own."
+    settled = "SELECT 1 FROM messages WHERE id = ? AND fencing_token = ? AND state = ?"
     for fact in witness.told("settled"):
-        found = connection.execute(
-            "SELECT 1 FROM messages WHERE id = ? AND fencing_token = ? AND state = ?",
-            (fact["id"], fact["token"], fact["state"]),
-        )
-        if not found.rows:
+        if not known(settled, fact["id"], fact["token"], fact["state"]):
             yield f"Message {fact['id']} became {fact['state']} under token {fact['token']}, but not in the ledger."
     for fact in witness.told("accepted"):
-        if not connection.execute("SELECT 1 FROM acceptances WHERE outcome_id = ?", (fact["id"],)).rows:
+        if not known("SELECT 1 FROM acceptances WHERE outcome_id = ?", fact["id"]):
             yield f"Outcome {fact['id']} was accepted, but not in the ledger."
+    for fact in witness.told("asked"):
+        if not known("SELECT 1 FROM assistant_work WHERE id = ?", fact["id"]):
+            yield f"Item {fact['id']} was queued, but not in the ledger."
+
+
+def _deeds_not_done_once(org: Organization) -> Iterator[str]:
+    """Items of the assistant of which a step was taken twice, or of which one is missing at the end."""
+    found = org.db.connection.execute(
+        """
+        SELECT w.id, count(d.step) AS taken, count(DISTINCT d.step) AS different
+          FROM assistant_work w LEFT JOIN torture_deeds d ON d.work_id = w.id
+         GROUP BY w.id, w.status
+        HAVING count(d.step) <> count(DISTINCT d.step) OR (w.status = 'DONE' AND count(d.step) <> ?)
+        """,
+        (operations.STEPS,),
+    )
+    for row in found:
+        yield f"Of item {row['id']} {row['taken']} steps were taken, {row['different']} of them different."
 
 
 def _programs_left(root: Path) -> list[str]:

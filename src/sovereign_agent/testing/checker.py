@@ -53,7 +53,7 @@ CREATE TRIGGER diary_of_an_attempt_begun AFTER INSERT ON execution_attempts BEGI
     INSERT INTO authority_diary (kind, key, holder, token, until, at, after_event) VALUES ('attempt',
         NEW.assignment_id, NEW.process_identity, NEW.fencing_token, NEW.expires_at, NEW.acquired_at,
         (SELECT coalesce(max(seq), 0) FROM events)); END;
-CREATE TRIGGER diary_of_an_attempt_changed AFTER UPDATE ON execution_attempts BEGIN
+CREATE TRIGGER diary_of_an_attempt_changed AFTER UPDATE ON execution_attempts WHEN OLD.status = 'ACTIVE' BEGIN
     INSERT INTO authority_diary (kind, key, holder, token, until, at, after_event) VALUES ('attempt',
         NEW.assignment_id, CASE NEW.status WHEN 'ACTIVE' THEN NEW.process_identity END, NEW.fencing_token,
         NEW.expires_at, NEW.acquired_at, (SELECT coalesce(max(seq), 0) FROM events)); END;
@@ -112,7 +112,7 @@ PROMISES = (
         """
         SELECT seq, kind, subject FROM events
          WHERE actor = '' AND kind NOT IN ('assignment.recovered', 'assignment.finished', 'message.swept',
-               'message.dead', 'sow.failed', 'sow.parked', 'outcome.reprojected', 'work.canceled')
+               'message.dead', 'message.revoked', 'sow.failed', 'sow.parked', 'outcome.reprojected', 'work.canceled')
         """,
     ),
     Promise(

@@ -1,15 +1,17 @@
 """Torture: real processes, real signals, and afterwards every promise is asked for.
 
-    python -m sovereign_agent.testing.torture --seconds 60 --workers 4 --supervisors 2
+    sovereign-agent torture --seconds 60 --workers 4
 
-Workers and supervisors share one organization with leases of a second, and an auditor reads over their shoulders.
-An executioner kills them all, stops them until they have lost everything, interrupts them, and starts others in
-their place; some kill themselves right after a ledger statement. When the time is up:
+Workers, supervisors, an assistant and an operator share one organization with leases of a second, and an auditor
+reads over their shoulders. An executioner kills them all, stops them until they have lost everything, interrupts
+them, and starts others in their place; some die by themselves, at a crash point that has a name or right after any
+ledger statement, and some find the ledger full, read-only or locked. When the time is up:
 
-    the ledger    keeps every promise of `invariants`
+    the ledger    keeps every promise of `invariants`, and `checker` finds no lie in its history
     the disk      has the ledger's own receipt beside each run
     the workers   were told nothing that the ledger does not know, under their own name
     the machine   has no process of ours left
+    the list      of crash points and hardships has none that nobody met
 
 The seed fixes what is done to whom; when it lands, the machine decides. This room mends nothing. It signals only
 children of its own that it has not reaped, so a number is never another's.
@@ -17,47 +19,66 @@ children of its own that it has not reaped, so a number is never another's.
 
 from __future__ import annotations
 
-import argparse
-import json
+import faulthandler
 import logging
 import math
 import multiprocessing
 import os
 import random
-import secrets
-import shutil
 import signal
-import sys
-import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from sovereign_agent.clock import monotonic
-from sovereign_agent.errors import SovereignError
+from sovereign_agent.database import Database
+from sovereign_agent.errors import Refusal, SchemaMismatch
 from sovereign_agent.organization import Organization
-from sovereign_agent.testing import aftermath, workload
+from sovereign_agent.testing import aftermath, crash_points, figures, operations, workload
+from sovereign_agent.testing.checker import DIARY
+from sovereign_agent.testing.crash_points import Doom, Hardship, Point
+from sovereign_agent.testing.figures import Lifetime
 from sovereign_agent.testing.workload import Life, Witness
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 STRIKES = {signal.SIGKILL: 2, signal.SIGSTOP: 1, signal.SIGTERM: 1}
 """What the executioner does, and how often."""
 
+ROLES = {
+    "worker": (workload.work, 4),
+    "supervisor": (workload.supervise, 2),
+    "assistant": (operations.assist, 2),
+    "operator": (operations.operate, 1),
+    "auditor": (workload.audit, 1),
+}
+"""What each of them does, and how often the executioner comes for one."""
+
+SUPERVISORS, ASSISTANTS = 2, 2
+CRASHES = "crashes.txt"
+"""Where a process that ends by a fault of its interpreter leaves its traces, below the root."""
+
 LONGEST_REST_SECONDS = 0.25
 LONGEST_STOP_SECONDS = 2.5 * workload.EXECUTION_ATTEMPT_SECONDS
-SELF_KILLERS = 0.3
-"""How many of the living kill themselves."""
+DOOMED, DOOMED_AGAIN = 0.85, 0.35
+"""How many of the living are to die at a crash point of their role: while it has one that nobody died at, and later."""
+
+SELF_KILLERS = 0.1
+"""How many of the living kill themselves after any statement."""
+
+HARDLY_TRIED = 0.4
+"""How many of the other workers find their ledger full or read-only for a while."""
 
 LATEST_STATEMENT = 150
 """The last ledger statement after which they do."""
+
+OVERTIME_SECONDS = 20.0
+"""How much longer it may go on while there is a crash point that nobody has died at."""
 
 PATIENCE_SECONDS = 15.0
 """How long the living get to end when the time is up."""
@@ -65,50 +86,41 @@ PATIENCE_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line asks for."""
+    """What is asked for. `root` is a folder that is empty, or not there yet; without a `ledger` URL it holds that."""
 
+    root: Path
     seconds: float
     workers: int
-    supervisors: int
-    ledger: str
     seed: int
-    root: Path | None
-    json: bool
+    ledger: str = ""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Torture, and print what happened.
+def torture(options: Options) -> dict[str, Any]:
+    """Torture, and answer what was seen; ``good`` says whether every promise was kept and nothing left out.
 
-    0 when no promise was broken, 1 when one was, 2 when it could not begin, 130 when the judging was interrupted.
+    Raises Refusal (``ledger_not_empty``) for a folder or a ledger that holds anything: it would be ruined.
     """
-    options = Options(**vars(_parser().parse_args(arguments)))
-    root = options.root or Path(tempfile.mkdtemp(prefix="sovereign-torture-"))
-    try:
-        report = Torture(options, root.resolve()).play()
-    except SovereignError as error:
-        typer.echo("\n".join([str(error), *(f"  {label:<6} {text}" for label, text in error.answers())]), err=True)
-        return 2
-    except KeyboardInterrupt:
-        typer.echo(f"Interrupted while it was judged; all is kept in {root}", err=True)
-        return 130
-    typer.echo(json.dumps(report, indent=2) if options.json else _story(report))
-    if options.root is None and not report["violations"]:
-        shutil.rmtree(root, ignore_errors=True)
-    return 1 if report["violations"] else 0
+    _require_nothing(options)
+    return Torture(options).play()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sovereign_agent.testing.torture")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long the killing goes on (60)")
-    parser.add_argument("--workers", type=int, default=4, help="how many workers there are at a time (4)")
-    parser.add_argument("--supervisors", type=int, default=2, help="how many supervisors there are at a time (2)")
-    parser.add_argument("--ledger", default="", metavar="URL", help="postgresql://... (a SQLite file below the root)")
-    parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="what fixes the plan (random)")
-    parser.add_argument(
-        "--root", type=Path, help="where all is made and kept (a temporary folder, kept if it shows a lie)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    return parser
+def _require_nothing(options: Options) -> None:
+    """Refuse to torture what somebody may want to keep."""
+    holds = "The folder is not empty." if options.root.exists() and any(options.root.iterdir()) else ""
+    if options.ledger and not holds:
+        try:
+            Database(options.ledger, root=options.root, create=False, read_only=True).close()
+        except SchemaMismatch as mismatch:
+            holds = "" if mismatch.category == "schema_older" else mismatch.happened
+        else:
+            holds = "There is a ledger in that database."
+    if holds:
+        raise Refusal(
+            "Nothing was tortured.",
+            category="ledger_not_empty",
+            why=f"{holds} Whatever is tortured is ruined.",
+            next_command="name an empty folder and, on PostgreSQL, an empty database",
+        )
 
 
 @dataclass(eq=False)
@@ -116,19 +128,25 @@ class Place:
     """One place in the cast: whoever dies in it is followed by another life."""
 
     name: str
-    act: Callable[[Life], None]
+    role: str
     process: BaseProcess | None = None
     lives: int = 0
     killed: bool = False
     wakes_at: float = math.inf
+    doom: Doom = field(default_factory=Doom)
+    lifetime: Lifetime | None = None
 
-    def start(self, life: Life) -> None:
+    def start(self, life: Life) -> Lifetime:
         """Begin a life. Signals wait until the child can answer them."""
         signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
-        self.process = multiprocessing.get_context("fork").Process(target=_live, args=(self.act, life))
-        self.lives, self.killed, self.wakes_at = self.lives + 1, False, math.inf
+        self.process = multiprocessing.get_context("fork").Process(target=_live, args=(ROLES[self.role][0], life))
+        self.lives, self.killed, self.wakes_at, self.doom = self.lives + 1, False, math.inf, life.doom
+        began_at = _now()
         self.process.start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
+        touched_at = began_at if life.doom.hardship else math.inf
+        self.lifetime = Lifetime(self.process.pid or 0, began_at, touched_at)
+        return self.lifetime
 
     def lives_on(self) -> bool:
         """Whether somebody is alive here; a stopped process is."""
@@ -136,8 +154,11 @@ class Place:
 
     def send(self, number: signal.Signals) -> None:
         """Signal whoever is alive here."""
-        if self.process and self.process.is_alive() and self.process.pid:
+        if self.process and self.process.is_alive() and self.process.pid and self.lifetime:
             self.killed |= number is signal.SIGKILL
+            self.lifetime.touched_at = min(self.lifetime.touched_at, _now())
+            if number is signal.SIGKILL:
+                self.lifetime.killed_at = _now()
             os.kill(self.process.pid, number)
 
     def bury(self, seconds: float | None = None) -> int | None:
@@ -155,27 +176,34 @@ class Place:
 class Torture:
     """The executioner. It keeps no ledger open while children are made: what is open must not be forked."""
 
-    def __init__(self, options: Options, root: Path) -> None:
+    def __init__(self, options: Options) -> None:
         self.options = options
-        self.root = root
+        self.root = options.root.resolve()
+        self.engine = "postgresql" if options.ledger else "sqlite"
         self.dice = random.Random(options.seed)  # noqa: S311 - nothing is kept secret here
-        self.witness = Witness(root / "witness.jsonl")
+        self.witness = Witness(self.root / "witness.jsonl")
         self.signals: Counter[str] = Counter()
+        self.deaths: Counter[str] = Counter()
+        self.reached: Counter[Point] = Counter(dict.fromkeys(crash_points.points(self.engine), 0))
+        of_one = [one for one in crash_points.hardships(self.engine) if one is not Hardship.LOCKED]
+        self.hardships: Counter[Hardship] = Counter(dict.fromkeys(of_one, 0))
+        self.lifetimes: list[Lifetime] = []
         self.findings: list[str] = []
         self.cast = [
-            *(Place(f"worker {number}", workload.work) for number in range(options.workers)),
-            *(Place(f"supervisor {number}", workload.supervise) for number in range(options.supervisors)),
-            Place("auditor", workload.audit),
+            *(Place(f"worker {number}", "worker") for number in range(options.workers)),
+            *(Place(f"supervisor {number}", "supervisor") for number in range(SUPERVISORS)),
+            *(Place(f"assistant {number}", "assistant") for number in range(ASSISTANTS)),
+            Place("operator", "operator"),
+            Place("auditor", "auditor"),
         ]
 
     def play(self) -> dict[str, Any]:
         """Torture for the time that is given, or until ^C, and answer what was seen."""
         begun = monotonic()
-        self.witness.path.unlink(missing_ok=True)
         handlers = {number: signal.signal(number, signal.default_int_handler) for number in INTERRUPTS}
         try:
             with suppress(KeyboardInterrupt):
-                workload.prepare(self.root, self.options.ledger, self.dice)
+                self._prepare()
                 self._storm(begun + self.options.seconds)
             seconds = monotonic() - begun
         finally:
@@ -184,21 +212,56 @@ class Torture:
             self._end_everybody()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        with closing(Organization(self.root)) as org:
+        with closing(aftermath.mended(self.root)) as org:
             self.findings += aftermath.findings(org, self.witness)
             return self._report(org, seconds)
 
+    def _prepare(self) -> None:
+        workload.prepare(self.root, self.options.ledger, self.dice)
+        with closing(Organization(self.root)) as org:
+            org.db.extend("torture", operations.DEEDS)
+            if self.engine == "sqlite":
+                org.db.extend("diary", DIARY)
+
     def _storm(self, ends_at: float) -> None:
-        while monotonic() < ends_at:
+        """The operator comes when the others have been through their points, or in the second half."""
+        operator_comes_at = (monotonic() + ends_at) / 2
+        latest = ends_at + OVERTIME_SECONDS
+        while monotonic() < ends_at or (monotonic() < latest and self._never_met()):
             for place in self.cast:
-                if not place.lives_on():
-                    self._bury(place)
-                    place.start(self._life(place, ends_at + PATIENCE_SECONDS))
-                elif place.wakes_at < monotonic():
-                    place.wakes_at = math.inf
-                    place.send(signal.SIGCONT)
-            self._strike(self.dice.choice(self.cast))
+                if place.lives_on():
+                    if place.wakes_at < monotonic():
+                        place.wakes_at = math.inf
+                        place.send(signal.SIGCONT)
+                    continue
+                self._bury(place)
+                if place.role != "operator" or monotonic() > operator_comes_at or self._others_are_through():
+                    self.lifetimes.append(place.start(self._life(place, latest + PATIENCE_SECONDS)))
+            if monotonic() < ends_at:
+                self._strike(*self.dice.choices(self.cast, [ROLES[place.role][1] for place in self.cast]))
+            else:
+                self._make_room()
             time.sleep(self.dice.uniform(0.0, LONGEST_REST_SECONDS))
+
+    def _others_are_through(self) -> bool:
+        return all(count for point, count in self.reached.items() if point.step.who != "operator")
+
+    def _met(self) -> dict[str, int]:
+        """How often somebody died at each crash point, and felt each hardship."""
+        felt = Counter(str(fact["name"]) for fact in self.witness.told("hardship"))
+        points = {str(point): count for point, count in self.reached.items()}
+        return points | {str(one): felt[one] for one in crash_points.hardships(self.engine)}
+
+    def _never_met(self) -> list[str]:
+        return [name for name, count in self._met().items() if not count]
+
+    def _make_room(self) -> None:
+        """In overtime: end whoever is not on the way to a point that nobody has died at, while there is one."""
+        wanted = {point.step.who for point, count in self.reached.items() if not count} or {"worker"}
+        for place in self.cast:
+            on_its_way = place.doom.hardship or (place.doom.point and not self.reached[place.doom.point])
+            if place.role in wanted and not on_its_way:
+                place.send(signal.SIGKILL)
 
     def _strike(self, place: Place) -> None:
         """Do something to whoever is there, unless it is stopped: it shall wake, and find out what it has lost."""
@@ -218,14 +281,32 @@ class Torture:
             ends_at=ends_at,
             seed=f"{self.options.seed} {place.name} {place.lives}",
             dies_after=self.dice.randint(1, LATEST_STATEMENT) * (self.dice.random() < SELF_KILLERS),
+            doom=self._doom(place.role),
         )
+
+    def _doom(self, role: str) -> Doom:
+        """What is to become of the next one in this role: those points come first that the fewest have died at."""
+        points = [point for point in self.reached if point.step.who == role]
+        urgent = not all(self.reached[point] for point in points)
+        if points and self.dice.random() < (DOOMED if urgent else DOOMED_AGAIN):
+            self.dice.shuffle(points)
+            return Doom(min(points, key=self.reached.__getitem__), times=1 if urgent else self.dice.randint(1, 3))
+        if role == "worker" and self.dice.random() < HARDLY_TRIED:
+            hardship = min(self.hardships, key=self.hardships.__getitem__)
+            self.hardships[hardship] += 1
+            return Doom(hardship=hardship, times=self.dice.randint(1, 4), lasts=self.dice.randint(10, 40))
+        return Doom()
 
     def _bury(self, place: Place, seconds: float | None = None) -> None:
         code = place.bury(seconds)
-        if code == -signal.SIGKILL and not place.killed:
-            self.signals["after a statement"] += 1
-        elif code not in (None, 0, -signal.SIGKILL):
-            self.findings.append(f"A {place.name} ended with {code}.")
+        if code == -signal.SIGKILL:
+            self.deaths[place.role] += 1
+            if not place.killed and place.doom.point:
+                self.reached[place.doom.point] += 1
+            elif not place.killed:
+                self.signals["after a statement"] += 1
+        elif code not in (None, 0) and not (place.role == "assistant" and code == -signal.SIGTERM):
+            self.findings.append(f"A {place.name} ended with {code}.")  # a service ends at a second SIGTERM
 
     def _end_everybody(self) -> None:
         deadline = monotonic() + PATIENCE_SECONDS
@@ -242,35 +323,67 @@ class Torture:
     def _report(self, org: Organization, seconds: float) -> dict[str, Any]:
         receipts = _counted(org, "SELECT trim(status || ' ' || failure_category), count(*) FROM receipts GROUP BY 1")
         faults = [f"Somebody met what may never be: {fault['text']}" for fault in self.witness.told("fault")]
+        violations = [*dict.fromkeys([*faults, *self.findings])]
+        met = self._met()
+        never = [name for name, count in met.items() if not count]
         return {
+            "good": not violations and not never,
             "ledger": org.db.engine,
             "root": str(self.root),
             "seed": self.options.seed,
             "seconds": round(seconds, 1),
             "lives": sum(place.lives for place in self.cast),
+            "killed": dict(self.deaths),
             "runs": sum(receipts.values()),
             "runs_per_second": round(sum(receipts.values()) / seconds, 1),
             "signals": dict(self.signals),
+            "crash_points": {str(point): count for point, count in self.reached.items()},
+            "hardships": {str(one): met[one] for one in crash_points.hardships(self.engine)},
+            "never_met": never,
             "receipts": receipts,
             "attempts": _counted(org, "SELECT status, count(*) FROM execution_attempts GROUP BY 1"),
             "messages": _counted(org, "SELECT state, count(*) FROM messages GROUP BY 1"),
             "outcomes": _counted(org, "SELECT state, count(*) FROM outcomes GROUP BY 1"),
+            "assistant": _counted(org, "SELECT status, count(*) FROM assistant_work GROUP BY 1"),
+            "authority": _counted(org, "SELECT kind, count(*) FROM events WHERE kind LIKE 'authority.%' GROUP BY 1"),
             "refusals": dict(Counter(str(fact["category"]) for fact in self.witness.told("refusal"))),
             "audits": len(self.witness.told("audit")),
             "problems": len(self.witness.told("problem")),
-            "violations": [*dict.fromkeys([*faults, *self.findings])],
+            "attempt_seconds": workload.EXECUTION_ATTEMPT_SECONDS,
+            **figures.measured(org.db.connection, self._lifetimes(), self._withheld()),
+            "violations": violations,
         }
+
+    def _lifetimes(self) -> list[Lifetime]:
+        """Every life, with the deaths that only the dying knew of."""
+        dying = {int(fact["pid"]): int(fact["at"]) for fact in self.witness.told("dying")}
+        return [
+            replace(life, killed_at=dying[life.pid])
+            if life.killed_at == math.inf and life.began_at <= dying.get(life.pid, 0)
+            else life
+            for life in self.lifetimes
+        ]
+
+    def _withheld(self) -> list[tuple[float, float]]:
+        told = self.witness.told("withheld")
+        return [(fact["at"], fact["at"] + fact["seconds"] * figures.MICROSECONDS) for fact in told]
+
+
+def _now() -> int:
+    """Microseconds since 1970, by this machine's clock."""
+    return time.time_ns() // 1000
 
 
 def _live(act: Callable[[Life], None], life: Life) -> None:
     """One life. Whatever ends it, but a signal or the end of its time, is told as a fault."""
     try:
+        faulthandler.enable((life.root / CRASHES).open("a"))
         logging.disable()  # zombies complain of what they have lost; what counts of it stands in the ledger
         for number in INTERRUPTS:
             signal.signal(number, life.interrupt)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
         if life.dies_after:
-            workload.die_after_statement(life.dies_after)
+            workload.die_after_statement(life.dies_after, life.witness)
         act(life)
     except KeyboardInterrupt:
         pass
@@ -282,21 +395,3 @@ def _live(act: Callable[[Life], None], life: Life) -> None:
 
 def _counted(org: Organization, query: str) -> dict[str, int]:
     return {str(row[0]): int(row[1]) for row in org.db.connection.execute(query)}
-
-
-def _story(report: dict[str, Any]) -> str:
-    lines = [
-        f"{report['seconds']} s on {report['ledger']} under seed {report['seed']}, {report['lives']} lives",
-        f"  {'runs':<10} {report['runs']}, {report['runs_per_second']} a second, read {report['audits']} times",
-    ]
-    for name in ("signals", "receipts", "attempts", "messages", "outcomes", "refusals"):
-        counts = ", ".join(f"{what} {count}" for what, count in sorted(report[name].items()))
-        lines.append(f"  {name:<10} {counts}")
-    if not report["violations"]:
-        return "\n".join([*lines, "No promise was broken."])
-    broken = [f"{len(report['violations'])} promises were broken; all is kept in {report['root']}"]
-    return "\n".join([*lines, *broken, *(f"  {sentence}" for sentence in report["violations"])])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

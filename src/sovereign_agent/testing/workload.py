@@ -1,9 +1,10 @@
 """Workload: what the processes of a torture do until they are killed.
 
 A worker takes the mail it finds, runs the assignment that it names and settles the message. Where there is no mail
-it plans: it wants outcomes, assigns their work, verifies, reviews, accepts, and now and then calls something off.
-Several workers want the same, so most acts may be refused, and a refusal is only counted. What was answered as done
-is told to a `Witness`, who outlives the worker: the ledger must still know it in the end.
+it plans: it wants outcomes, assigns their work, verifies, reviews, accepts, asks the assistant for something, and now
+and then calls something off. Several workers want the same, so most acts may be refused, and a refusal is only
+counted. What was answered as done is told to a `Witness`, who outlives the worker: the ledger must still know it in
+the end.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import itertools
 import json
 import os
 import random
-import signal
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -24,12 +24,13 @@ from typing import Any
 
 import tomlkit
 
-from sovereign_agent import configuration, outcomes, providers, relay, supervisor
+from sovereign_agent import assistant_work, configuration, fencing, outcomes, providers, relay, runs, supervisor
 from sovereign_agent.clock import monotonic
-from sovereign_agent.database import Connection
-from sovereign_agent.errors import AuthorityLost, Contention, IllegalMove, Refusal
+from sovereign_agent.database import LEDGER_NAME, Connection, Database, authority
+from sovereign_agent.errors import AuthorityLost, Contention, IllegalMove, LedgerUnavailable, Refusal
 from sovereign_agent.organization import Organization
 from sovereign_agent.records import OutcomeState, Role, Sow, SowState
+from sovereign_agent.testing.crash_points import Doom, DoomedDatabase, die
 from sovereign_agent.testing.invariants import violations
 from sovereign_agent.workspace import POLICIES
 
@@ -39,9 +40,15 @@ LOSSES_BEFORE_PARKING = 2
 CLAIM_TTL = timedelta(seconds=0.7)
 TICK_SECONDS = 0.2
 AUDIT_SECONDS = 0.3
+PATIENCE = timedelta(seconds=0.8)
+"""How long a call waits for another writer: not so long as an operator may withhold the ledger."""
+
 PAUSE_SECONDS = 0.02
 OPEN_OUTCOMES = 8
 """How many outcomes are wanted at a time: few enough that workers meet, enough that they do not only wait."""
+
+OPEN_TURNS = 12
+SESSIONS = ("lucy", "lou", "lea")
 
 DONE = {"report": {"status": "completed", "summary": "It is done.", "deliverables": ["work.txt"]}}
 ENDINGS: tuple[list[dict[str, Any]], ...] = (
@@ -62,9 +69,9 @@ class Witness:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def tell(self, kind: str, **facts: str | int) -> None:
-        """Add one statement, in a single write: whoever is killed has made it whole or not at all."""
-        line = json.dumps({"kind": kind, **facts}) + "\n"
+    def tell(self, kind: str, **facts: str | float) -> None:
+        """Add one statement and when it was made, in a single write: whoever is killed made it whole or not at all."""
+        line = json.dumps({"kind": kind, "at": time.time_ns() // 1000, **facts}) + "\n"
         with self.path.open("ab", buffering=0) as file:
             file.write(line.encode())
 
@@ -78,7 +85,7 @@ class Witness:
 class Life:
     """What a process knows when it starts. Its time is over at `ends_at`, or when process `parent` is gone.
 
-    After `dies_after` ledger statements it kills itself; 0 lets it live.
+    After `dies_after` ledger statements it kills itself; 0 lets it live. Its `doom` is carried out by its Database.
     """
 
     root: Path
@@ -87,6 +94,7 @@ class Life:
     ends_at: float
     seed: str
     dies_after: int
+    doom: Doom
     interrupted: bool = False
 
     def goes_on(self) -> bool:
@@ -132,6 +140,38 @@ def _beginning(dice: random.Random) -> list[dict[str, Any]]:
     ]
 
 
+class GivenOrganization(Organization):
+    """An Organization over a ledger that it is given."""
+
+    def __init__(self, root: Path, db: Database) -> None:
+        self.root = root
+        self.settings = configuration.load(root)
+        self.process_identity = fencing.new_process_identity()
+        self.db = db
+        self._host = runs.Host(db, self.process_identity)
+
+
+def opened(life: Life, *, authority_required: bool = True) -> closing[GivenOrganization]:
+    """The organization over a doomed ledger, as soon as it opens: a restore may stand between its steps."""
+    url = configuration.load(life.root).ledger.url
+    while True:
+        try:
+            db = DoomedDatabase(
+                url or life.root / LEDGER_NAME,
+                life.root,
+                life.doom,
+                life.witness.tell,
+                patience=PATIENCE,
+                authority_required=authority_required,
+            )
+            return closing(GivenOrganization(life.root, db))
+        except (Contention, LedgerUnavailable) as trouble:
+            life.witness.tell("refusal", category=trouble.category)
+            if not life.goes_on():
+                raise KeyboardInterrupt from trouble
+            time.sleep(TICK_SECONDS)
+
+
 def supervise(life: Life) -> None:
     """Reconcile until the life is over."""
 
@@ -141,15 +181,15 @@ def supervise(life: Life) -> None:
         if not life.goes_on():
             raise KeyboardInterrupt
 
-    with closing(Organization(life.root)) as org:
+    with opened(life) as org:
         supervisor.run(org, interval=TICK_SECONDS, on_tick=heed)
 
 
 def audit(life: Life) -> None:
     """Ask for every promise again and again, while the others work: none may be broken for a moment."""
-    with closing(Organization(life.root)) as org:
+    with opened(life) as org:
         while life.goes_on():
-            with suppress(Contention):
+            with suppress(Contention, LedgerUnavailable):
                 for breach in violations(org.db.connection):
                     life.witness.tell("fault", text=f"For a moment: {breach}")
                 life.witness.tell("audit")
@@ -158,12 +198,12 @@ def audit(life: Life) -> None:
 
 def work(life: Life) -> None:
     """Take turns at work and at planning until the life is over."""
-    with closing(Organization(life.root)) as org:
+    with opened(life) as org:
         worker = Worker(org, life)
         while life.goes_on():
             try:
                 worker.turn()
-            except (Refusal, Contention) as refusal:
+            except (Refusal, Contention, LedgerUnavailable) as refusal:
                 life.witness.tell("refusal", category=refusal.category)
                 time.sleep(PAUSE_SECONDS)
 
@@ -175,6 +215,7 @@ class Worker:
         self.org = org
         self.witness = life.witness
         self.dice = life.dice()
+        self._origins = (f"{life.seed} {number}" for number in itertools.count())
 
     def turn(self) -> None:
         """Do one thing."""
@@ -182,6 +223,8 @@ class Worker:
         mail = self.org.inbox(operator)
         if mail and self.happens(0.7):
             self.answer(operator, mail[0].id)
+        elif self.happens(0.3):
+            self.ask()
         else:
             self.plan()
 
@@ -198,15 +241,27 @@ class Worker:
 
     def run(self, assignment_id: str) -> None:
         """Run an assignment, unless it is over."""
-        begun = monotonic()
+        begun, epoch = monotonic(), authority.control(self.org.db.connection).epoch
         try:
             receipt = self.org.run_assignment(assignment_id)
         except (IllegalMove, AuthorityLost) as refusal:
             self.witness.tell("refusal", category=refusal.category)
-            if refusal.category == "actor_lease_lost" and monotonic() - begun < ACTOR_LEASE_SECONDS:
+            early = refusal.category == "actor_lease_lost" and monotonic() - begun < ACTOR_LEASE_SECONDS
+            if early and authority.control(self.org.db.connection).epoch == epoch:
                 self.witness.tell("fault", text=f"Somebody took a lease that had not run out: {refusal}")
         else:
             self.witness.tell("receipt", id=receipt.id, attempt=receipt.attempt_id, process=self.org.process_identity)
+
+    def ask(self) -> None:
+        """Give the assistant something to do, and now and then ask for the same once more: it is the same."""
+        if sum(assistant_work.count_open(self.org.db.connection).values()) >= OPEN_TURNS:
+            return
+        origin, session = next(self._origins), self.dice.choice(SESSIONS)
+        ids = {assistant_work.enqueue(self.org.db, origin, session, "All of it.") for _ in range(1 + self.happens(0.2))}
+        for work_id in ids:
+            self.witness.tell("asked", id=work_id)
+        if len(ids) > 1:
+            self.witness.tell("fault", text=f"{origin} became two items: {ids}")
 
     def plan(self) -> None:
         """Take the next step of some outcome, or want another one."""
@@ -275,7 +330,7 @@ class Worker:
         return self.dice.random() < odds
 
 
-def die_after_statement(number: int) -> None:
+def die_after_statement(number: int, witness: Witness) -> None:
     """Let this process kill itself right after its `number`-th ledger statement; opening and committing count."""
     seen = itertools.count(1)
 
@@ -283,7 +338,7 @@ def die_after_statement(number: int) -> None:
         def run(*arguments: Any, **options: Any) -> Any:
             result = statement(*arguments, **options)
             if next(seen) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die(witness.tell)
             return result
 
         return run
