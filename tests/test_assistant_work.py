@@ -798,3 +798,35 @@ def test_without_a_time_of_its_own_an_act_goes_by_the_ledgers_clock(db: Database
     with pytest.raises(AuthorityLost):
         work.assert_current(db.connection, claim, now=time.time() + 3601)
     assert time.time() + 3500 < work.renew(db, claim, 3600) < time.time() + 3700
+
+
+# --- beside each other ------------------------------------------------------------------------------------
+
+ACTS: dict[str, Callable[[Database, Claim], Any]] = {
+    "observe": lambda db, claim: work.observe(db, claim, FINDING, now=NOW + 1),
+    "renew": lambda db, claim: work.renew(db, claim, now=NOW + 1),
+    "release": lambda db, claim: work.release(db, claim, now=NOW + 1),
+    "retry": lambda db, claim: work.retry(db, claim, "again", now=NOW + 1),
+    "finish": lambda db, claim: work.finish(db, claim, "DONE", now=NOW + 1),
+    "cancel": lambda db, claim: work.cancel(db, claim.id, now=NOW + 1),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_what_is_done_to_one_item_changes_no_row_of_another(db: Database, act: str) -> None:
+    claim = held(db, retries=1)
+    others = [
+        held(db, origin="mail:2", session="rick", retries=1).id,
+        queued(db, origin="mail:3", session="lucy"),
+        queued(db, origin="mail:4", session="jack"),
+    ]
+    before = [row(db, other) for other in others]
+    ACTS[act](db, claim)
+    assert [row(db, other) for other in others] == before
+
+
+def test_a_claim_of_one_item_changes_no_row_of_another(db: Database) -> None:
+    taken, other = queued(db), queued(db, origin="mail:2", session="rick")
+    before = row(db, other)
+    assert claimed(db).id == taken
+    assert row(db, other) == before

@@ -473,6 +473,32 @@ def _resumed(db: Database, supplier: Supplier) -> list[str]:
     return work_off(db, supplier.take)
 
 
+END = {"operation_id": "op_1", "outcome": "done", "actor": "me", "reason": "asked", "created_at": 7}
+
+
+@SQLITE
+@pytest.mark.parametrize(
+    "other",
+    [{}, {"operation_id": "op_2"}, {"outcome": "none"}, {"actor": "you"}, {"reason": "saw it"}, {"created_at": 8}],
+    ids=str,
+)
+def test_an_end_that_an_image_lacks_is_carried_over_to_it_and_one_that_it_has_is_not(
+    db: Database, make_location: Any, other: dict[str, Any]
+) -> None:
+    with closing(make_location("image").open()) as image:
+        for ledger, end in ((db, END | other), (image, END)):
+            intend(ledger, "op_1")
+            intend(ledger, "op_2")
+            ledger.connection.execute(
+                "INSERT INTO effect_ends (operation_id, outcome, actor, reason, created_at) VALUES (?, ?, ?, ?, ?)",
+                tuple(end.values()),
+            )
+        with image.transaction() as carried:
+            effects.carry_over(db.connection, carried)
+        assert len(rows(image, "effect_ends")) == (2 if other else 1)
+        assert len(rows(image, "effects")) == 2
+
+
 @SQLITE
 def test_hazard_102_a_folder_keeps_the_backups_of_one_lineage(db: Database, tmp_path: Path, make_location: Any) -> None:
     folder, elsewhere = tmp_path / "backups", tmp_path / "elsewhere"

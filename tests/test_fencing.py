@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -47,7 +48,15 @@ from sovereign_agent.errors import AlreadyHeld, AuthorityLost, ConstraintBroken,
 from sovereign_agent.fencing import ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL
 from sovereign_agent.organization import Organization
 from sovereign_agent.providers.base import Envelope, Proposal
-from sovereign_agent.records import ActorLease, AssignmentState, AttemptStatus, ExecutionAttempt, Message
+from sovereign_agent.records import (
+    ActorLease,
+    AssignmentState,
+    AttemptStatus,
+    ExecutionAttempt,
+    Message,
+    Role,
+    SowState,
+)
 from sovereign_agent.workspace import Workspace
 
 RED, BLUE = "proc_red", "proc_blue"
@@ -1192,3 +1201,136 @@ def test_a_second_run_in_one_process_does_not_undercut_the_first_when_their_leas
     assert ledger_facts(org.db, second.id)["assignment"] == "CREATED"
     assert answer(process.run_assignment, second.id) == "done"
     process.close()
+
+
+# --- beside each other ------------------------------------------------------------------------------------
+
+
+def life(db: Database, name: str) -> Iterator[None]:
+    """All that a piece of work can go through, a step at a time, by a clock of its own."""
+    clock = ManualClock()
+
+    def act(step: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with db.transaction() as connection:
+            return step(connection, *args, now=clock(), **options)
+
+    def assigned(sow_id: str) -> str:
+        options = {"workspace_policy": "temporary_directory", "maximum_seconds": 86_400}
+        return act(outcomes.create_assignment, sow_id=sow_id, actor_id=name, planner_id=name, **options).id
+
+    work = {"title": name, "desired_state": "d", "checks": [], "owner": name, "subject": ""}
+    outcome = act(outcomes.create_outcome, **work)
+    yield
+    act(outcomes.activate_outcome, outcome.id, actor=name)
+    asked = {"scope": name, "role": Role.OPERATOR, "created_by": name, "required_effect_kind": None}
+    sow = act(outcomes.create_sow, outcome_id=outcome.id, **asked)
+    yield
+    act(outcomes.move_sow, sow.id, (SowState.DRAFT,), SowState.READY, actor=name)
+    called_off = assigned(sow.id)
+    yield
+    act(outcomes.cancel_created_assignment, called_off, actor=name)
+    assignment_id = assigned(sow.id)
+    yield
+    lease = fencing.acquire_actor_lease(db, name, RED, clock=clock)
+    yield
+    lost = attempt_on(db, assignment_id, lease, clock)
+    yield
+    clock.advance(TICK)
+    fencing.renew_actor_lease(db, name, RED, lease.fencing_token, clock=clock)
+    renew_attempt(db, lost, clock)
+    yield
+    clock.advance(HOUR)
+    lease = fencing.acquire_actor_lease(db, name, RED, clock=clock)
+    yield
+    attempt = attempt_on(db, assignment_id, lease, clock)
+    yield
+    finish(db, attempt, clock)
+    yield
+    with db.transaction() as connection:
+        fencing.close_workspace(connection, attempt.id)
+    yield
+    fencing.release_actor_lease(db, name, RED, lease.fencing_token)
+    for before, to in pairwise((SowState.COMPLETED, SowState.VERIFIED, SowState.APPROVED)):
+        yield
+        act(outcomes.move_sow, sow.id, (before,), to, actor=name)
+    yield
+    act(outcomes.accept_outcome, outcome.id, accepter=name, detail={})
+
+
+def rows_of(db: Database, name: str) -> list[dict[str, Any]]:
+    tables = ("outcomes", "sows", "assignments", "actor_leases", "execution_attempts")
+    return [row for table in tables for row in rows(db, table) if name in row.values()]
+
+
+def test_no_step_of_a_piece_of_work_changes_a_row_of_another_that_stands_where_it_stood(db: Database) -> None:
+    red, blue = life(db, "red"), life(db, "blue")
+    for _ in range(20):
+        for mover, other in ((red, "blue"), (blue, "red")):
+            before = rows_of(db, other)
+            assert answer(next, mover, None) == "done"
+            assert rows_of(db, other) == before
+    assert [row["state"] for row in rows(db, "outcomes")] == ["ACCEPTED", "ACCEPTED"]
+
+
+def test_what_a_run_shows_of_itself_is_noted_of_no_other(location: Location, clock: ManualClock) -> None:
+    db = location.open(clock=clock)
+    shown, other = run_of(db, clock), run_of(db, clock)
+    before = [row for row in rows(db, "execution_attempts") if row["id"] == other.id]
+    terms = {"attempt_ttl": HOUR, "lease_ttl": HOUR, "silent": TICK, "step": "counting", "tolerance": HOUR}
+    fencing.renew_run(db, shown, **terms)
+    after = {row["id"]: row for row in rows(db, "execution_attempts")}
+    assert [after[other.id]] == before
+    assert after[shown.id]["step"] == "counting"
+    db.close()
+
+
+def test_a_run_that_has_run_out_is_taken_over_by_no_other_actor_than_its_own(db: Database, clock: ManualClock) -> None:
+    attempt = run_of(db, clock)
+    clock.advance(HOUR)
+    before = rows(db, "assignments"), rows(db, "execution_attempts")
+    foreign = fencing.acquire_actor_lease(db, "another", BLUE, clock=clock)
+    assert answer(attempt_on, db, attempt.assignment_id, foreign, clock) == "illegal_move"
+    assert (rows(db, "assignments"), rows(db, "execution_attempts")) == before
+    own = fencing.acquire_actor_lease(db, ACTOR, BLUE, clock=clock)
+    assert answer(attempt_on, db, attempt.assignment_id, own, clock) == "done"
+
+
+def test_a_run_whose_pointer_was_moved_is_not_taken_over(db: Database, clock: ManualClock) -> None:
+    attempt = run_of(db, clock)
+    clock.advance(HOUR)
+    lease = fencing.acquire_actor_lease(db, ACTOR, BLUE, clock=clock)
+    db.connection.execute("UPDATE assignments SET current_execution_attempt = 'att_other'")
+    before = rows(db, "assignments"), rows(db, "execution_attempts")
+    assert answer(attempt_on, db, attempt.assignment_id, lease, clock) == "illegal_move"
+    assert (rows(db, "assignments"), rows(db, "execution_attempts")) == before
+
+
+def test_an_attempt_that_a_hand_has_ended_is_not_ended_again(db: Database, clock: ManualClock) -> None:
+    attempt = run_of(db, clock)
+    db.connection.execute("UPDATE execution_attempts SET status = 'RECOVERED'")
+    before = rows(db, "assignments"), rows(db, "execution_attempts")
+    assert answer(finish, db, attempt, clock) == "attempt_not_active"
+    assert (rows(db, "assignments"), rows(db, "execution_attempts")) == before
+
+
+def test_an_attempt_has_run_out_when_it_has_and_not_when_another_has_or_it_has_ended(
+    db: Database, clock: ManualClock
+) -> None:
+    over = run_of(db, clock, ttl=timedelta(minutes=1))
+    goes_on = run_of(db, clock, ttl=HOUR)
+    ended = run_of(db, clock, ttl=timedelta(minutes=1))
+    finish(db, ended, clock)
+    clock.advance(timedelta(minutes=1))
+    with db.transaction() as connection:
+        seen = [fencing.lock_expired_attempt(connection, each.id, clock) for each in (over, goes_on, ended)]
+    assert seen == [clock(), None, None]
+
+
+def test_the_folder_of_an_attempt_is_dealt_with_only_once_it_has_ended(db: Database, clock: ManualClock) -> None:
+    attempt = run_of(db, clock)
+    for ended in (False, True):
+        with db.transaction() as connection:
+            fencing.close_workspace(connection, attempt.id)
+        assert [row["workspace_open"] for row in rows(db, "execution_attempts")] == [int(not ended)]
+        if not ended:
+            finish(db, attempt, clock)
