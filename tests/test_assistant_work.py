@@ -830,3 +830,18 @@ def test_a_claim_of_one_item_changes_no_row_of_another(db: Database) -> None:
     before = row(db, other)
     assert claimed(db).id == taken
     assert row(db, other) == before
+
+def test_an_item_that_ended_while_it_was_told_to_wait_stays_as_it_ended(db: Database) -> None:
+    claim = held(db)
+    assert not work.retry(db, claim, "no more", available_after=10, now=NOW)
+    ended = row(db, claim.id)
+    assert work.claim(db, OWNER, now=NOW + 20) is None
+    assert row(db, claim.id) == ended
+
+
+def test_however_many_are_ready_an_item_whose_time_has_come_is_found(db: Database) -> None:
+    work.enqueue_many(db, [(f"mail:{n}", "rick", PROMPT) for n in range(work.MAX_GIVEN_BACK + 2)], now=NOW)
+    claimed(db, ttl=work.MAX_TTL_SECONDS)
+    delayed = queued(db, origin="later", available_after=10)
+    assert work.claim(db, OWNER, now=NOW + 9) is None
+    assert claimed(db, now=NOW + 10).id == delayed

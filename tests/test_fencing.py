@@ -1334,3 +1334,45 @@ def test_the_folder_of_an_attempt_is_dealt_with_only_once_it_has_ended(db: Datab
         assert [row["workspace_open"] for row in rows(db, "execution_attempts")] == [int(not ended)]
         if not ended:
             finish(db, attempt, clock)
+
+
+def test_a_move_that_a_state_does_not_allow_is_refused_and_changes_nothing(db: Database, clock: ManualClock) -> None:
+    def said(move: Callable[..., Any], *args: Any, **options: Any) -> str:
+        def act() -> None:
+            with db.transaction() as connection:
+                move(connection, *args, now=clock(), **options)
+
+        return answer(act)
+
+    running, other, called_off = run_of(db, clock), run_of(db, clock), new_assignment(db, ACTOR, clock=clock)
+    sow = outcomes.get_sow(db.connection, called_off.sow_id)
+    terms = {"actor_id": ACTOR, "planner_id": "master", "workspace_policy": "persistent", "maximum_seconds": 1}
+    assert said(outcomes.cancel_created_assignment, called_off.id, actor="master") == "done"
+    assert said(outcomes.create_assignment, sow_id=sow.id, **terms) == "done"
+    waiting = outcomes.assignments_of(db.connection, sow.id)[-1]
+    before = [rows(db, table) for table in ("outcomes", "sows", "assignments", "acceptances")]
+    for move, *args in (
+        (outcomes.activate_outcome, sow.outcome_id),
+        (outcomes.cancel_outcome, sow.outcome_id),
+        (outcomes.move_sow, sow.id, (SowState.DRAFT,), SowState.READY),
+    ):
+        assert said(move, *args, actor="owner") == "illegal_move"
+    assert said(outcomes.accept_outcome, sow.outcome_id, accepter="owner", detail={}) == "illegal_move"
+    assert said(outcomes.start_assignment, called_off.id, ACTOR, "att_1") == "illegal_move"
+    assert said(outcomes.start_assignment, waiting.id, "another", "att_1") == "illegal_move"
+    assert said(outcomes.hand_over_assignment, other.assignment_id, ACTOR, running.id, "att_1") == "illegal_move"
+    with db.transaction() as connection:
+        assert not outcomes.cancel_created_assignment(connection, running.assignment_id, actor="master", now=clock())
+    assert [rows(db, table) for table in ("outcomes", "sows", "assignments", "acceptances")] == before
+
+
+def test_an_outcome_is_given_up_whatever_goes_on_for_another_and_never_twice(db: Database, clock: ManualClock) -> None:
+    run_of(db, clock)
+    waiting = new_assignment(db, ACTOR, clock=clock)
+    outcome_id = outcomes.get_sow(db.connection, waiting.sow_id).outcome_id
+    with db.transaction() as connection:
+        outcomes.cancel_created_assignment(connection, waiting.id, actor="master", now=clock())
+        outcomes.cancel_outcome(connection, outcome_id, actor="owner", now=clock())
+        again = answer(outcomes.cancel_outcome, connection, outcome_id, actor="owner", now=clock())
+    assert again == "illegal_move"
+    assert sorted(row["state"] for row in rows(db, "outcomes")) == ["ACTIVE", "CANCELED"]
