@@ -39,6 +39,7 @@ READS = {
 ONE_ROW = "the table has one row, which its schema holds"
 TOLD_BY_TOKEN = "a token is in one row only, and its expiry is never changed under it"
 POINTER_SAYS = "the schema holds that a pointer stands in a RUNNING assignment and in no other"
+NAMED_BY_SEQ = "w.seq names only such rows; PostgreSQL asks it again of a row that changed just then, which no test times"
 EQUIVALENT = {
     ("fencing.py", "admitted_token", "id = 1"): ONE_ROW,
     ("fencing.py", "advance_tokens", "id = 1"): ONE_ROW,
@@ -54,6 +55,14 @@ EQUIVALENT = {
     ("outcomes.py", "hand_over_assignment", "state = 'RUNNING'"): POINTER_SAYS,
     ("outcomes.py", "stop_assignment", "state = 'RUNNING'"): POINTER_SAYS,
     ("assistant_work.py", "assert_current", "status = 'RUNNING'"): "the schema gives an owner to no other status",
+    ("assistant_work.py", "_give_back", "status = 'RUNNING'"): "the schema gives a time to no other status",
+    ("assistant_work.py", "_heads", "status = 'RUNNING'"): "the schema gives a time to no other status",
+    ("assistant_work.py", "_heads", "w.status = 'READY'"): NAMED_BY_SEQ,
+    ("assistant_work.py", "_heads", "w.available_at = 0"): NAMED_BY_SEQ,
+    ("assistant_work.py", "_heads", "status = 'READY'"): "it makes _give_back look, which decides",
+    ("assistant_work.py", "_heads", "available_at > 0"): "it makes _give_back look, which decides",
+    ("assistant_work.py", "_take", "status = 'READY'"): "the row has been locked since it was read",
+    ("assistant_work.py", "_settle", "d.parent_id = assistant_work.id"): "it makes _settle look for children, by parent",
 }
 """(file, function, condition) -> why nothing would go otherwise without it."""
 

@@ -845,3 +845,9 @@ def test_however_many_are_ready_an_item_whose_time_has_come_is_found(db: Databas
     delayed = queued(db, origin="later", available_after=10)
     assert work.claim(db, OWNER, now=NOW + 9) is None
     assert claimed(db, now=NOW + 10).id == delayed
+
+
+def test_an_older_item_of_another_role_does_not_stand_in_front_of_its_session(db: Database) -> None:
+    queued(db, role="research")
+    item = queued(db, origin="mail:2")
+    assert claimed(db).id == item

@@ -473,6 +473,18 @@ def _resumed(db: Database, supplier: Supplier) -> list[str]:
     return work_off(db, supplier.take)
 
 
+@SQLITE
+def test_an_act_that_an_image_lacks_is_carried_over_to_it_and_one_that_it_has_is_not(
+    db: Database, make_location: Any
+) -> None:
+    with closing(make_location("image").open()) as image:
+        for ledger, operation_id in ((db, "op_1"), (image, "op_1"), (db, "op_2")):
+            intend(ledger, operation_id)
+        with image.transaction() as carried:
+            effects.carry_over(db.connection, carried)
+        assert sorted(row["operation_id"] for row in rows(image, "effects")) == ["op_1", "op_2"]
+
+
 END = {"operation_id": "op_1", "outcome": "done", "actor": "me", "reason": "asked", "created_at": 7}
 
 

@@ -1361,8 +1361,7 @@ def test_a_move_that_a_state_does_not_allow_is_refused_and_changes_nothing(db: D
     assert said(outcomes.start_assignment, called_off.id, ACTOR, "att_1") == "illegal_move"
     assert said(outcomes.start_assignment, waiting.id, "another", "att_1") == "illegal_move"
     assert said(outcomes.hand_over_assignment, other.assignment_id, ACTOR, running.id, "att_1") == "illegal_move"
-    with db.transaction() as connection:
-        assert not outcomes.cancel_created_assignment(connection, running.assignment_id, actor="master", now=clock())
+    assert said(outcomes.cancel_created_assignment, running.assignment_id, actor="master") == "done"  # to no avail
     assert [rows(db, table) for table in ("outcomes", "sows", "assignments", "acceptances")] == before
 
 
@@ -1372,7 +1371,21 @@ def test_an_outcome_is_given_up_whatever_goes_on_for_another_and_never_twice(db:
     outcome_id = outcomes.get_sow(db.connection, waiting.sow_id).outcome_id
     with db.transaction() as connection:
         outcomes.cancel_created_assignment(connection, waiting.id, actor="master", now=clock())
-        outcomes.cancel_outcome(connection, outcome_id, actor="owner", now=clock())
-        again = answer(outcomes.cancel_outcome, connection, outcome_id, actor="owner", now=clock())
-    assert again == "illegal_move"
+        said = [answer(outcomes.cancel_outcome, connection, outcome_id, actor="owner", now=clock()) for _ in "ab"]
+    assert said == ["done", "illegal_move"]
     assert sorted(row["state"] for row in rows(db, "outcomes")) == ["ACTIVE", "CANCELED"]
+
+
+def test_an_attempt_that_has_ended_is_not_renewed_and_is_not_the_one_that_runs(db: Database, clock: ManualClock) -> None:
+    lost = run_of(db, clock, ttl=TICK)
+    clock.advance(TICK)
+    lease = fencing.current_actor_lease(db, ACTOR)
+    assert lease
+    running = attempt_on(db, lost.assignment_id, lease, clock)
+    with db.transaction() as connection:
+        assert fencing.active_attempt(connection, lost.assignment_id) == running
+    clock.advance(-TICK)
+    before = rows(db, "execution_attempts")
+    assert answer(renew_attempt, db, lost, clock) == "execution_attempt_lost"
+    assert rows(db, "execution_attempts") == before
+    assert answer(renew_attempt, db, running, clock) == "done"
