@@ -30,6 +30,7 @@ check: $(READY) ## format, lint, types, import contracts, and the rules that scr
 	$(PY) scripts/verify_sql_homes.py
 	$(PY) scripts/verify_migrations_frozen.py
 	$(PY) scripts/mutate.py --check
+	$(PY) scripts/verify_clauses.py
 
 test: $(READY) ## every test, in parallel; ARGS="-k lease" chooses
 	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)

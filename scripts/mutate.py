@@ -3,7 +3,8 @@
 scripts/mutations.toml names the lines. For each of them, in a copy of its own: the line is replaced, the mutant
 compiles, the test under ``kills`` fails by assertion (a crash would prove only that something broke), and its
 positive ``twin`` still passes (a mutant that refuses everything proves nothing). A name without a parameter id
-stands for all its cases: one case must fail, every twin must pass. The working tree is never touched.
+stands for all its cases: one case must fail, every twin must pass. The cases on SQLite are tried first, because they
+need no server; where these do not settle it, all cases are. The working tree is never touched.
 
 pytest loads this file as a plugin in each copy, to learn which exception a test failed with.
 """
@@ -20,8 +21,10 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import ChainMap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 MUTATIONS = Path("scripts/mutations.toml")
 RUN_LIMIT_SECONDS = 600
 REPORT = "MUTATE_REPORT"  # the environment variable that tells the plugin where to write
+WITHOUT_SERVER = ("-k", "not postgresql")
 PASSED, SKIPPED, ASSERTION = "passed", "skipped", "failed by assertion"
 
 
@@ -70,7 +74,7 @@ def main() -> int:
         return int(bool(arguments.only))
     problems = [*misplaced(arguments.root, mutations), *uncollected(arguments.root, tests_of(mutations))]
     if not problems and not arguments.check:
-        problems = baseline(arguments.root, tests_of(mutations))
+        problems = baseline(arguments.root, tests_of(mutations), arguments.jobs)
     for problem in problems:
         print(problem)
     if problems or arguments.check:
@@ -112,15 +116,17 @@ def uncollected(root: Path, tests: list[str]) -> list[str]:
     return [] if found.returncode == 0 else [found.stdout + found.stderr]
 
 
-def baseline(root: Path, tests: list[str]) -> list[str]:
-    """Tests that do not even pass without a mutation."""
-    with tempfile.TemporaryDirectory() as box:
-        verdicts = judged(copied(root, Path(box) / "tree"), tests)
-    return [
-        f"{test}: without any mutation it {describe(cases)}"
-        for test in tests
-        if PASSED not in (cases := cases_of(test, verdicts)) or not cases <= {PASSED, SKIPPED}
-    ]
+def baseline(root: Path, tests: list[str], jobs: int) -> list[str]:
+    """Tests that do not even pass without a mutation; each file of them in a copy of its own."""
+
+    def run_file(named: list[str]) -> dict[str, str]:
+        with tempfile.TemporaryDirectory() as box:
+            return judged(copied(root, Path(box) / "tree"), named)
+
+    files = [list(named) for _, named in groupby(tests, key=lambda test: test.partition("::")[0])]
+    with ThreadPoolExecutor(jobs) as pool:
+        verdicts = dict(ChainMap(*pool.map(run_file, files)))
+    return [f"{test}: without any mutation it {fault}" for test in tests if (fault := unpassed(test, verdicts))]
 
 
 def run_all(root: Path, mutations: list[Mutation], jobs: int) -> int:
@@ -143,14 +149,24 @@ def run(root: Path, entry: Mutation) -> tuple[str, float]:
     with tempfile.TemporaryDirectory() as box:
         tree = copied(root, Path(box) / "tree")
         (tree / entry.file).write_text(entry.applied_to(root), encoding="utf-8")
-        verdicts = judged(tree, [entry.kills, entry.twin])
-    killed, twin = cases_of(entry.kills, verdicts), cases_of(entry.twin, verdicts)
-    fault = ""
-    if ASSERTION not in killed:
-        fault = f"{entry.kills} {describe(killed)}"
-    elif PASSED not in twin or not twin <= {PASSED, SKIPPED}:
-        fault = f"its twin {entry.twin} {describe(twin)}"
+        fault = tried(tree, entry, *WITHOUT_SERVER) and tried(tree, entry)
     return fault, time.monotonic() - start
+
+
+def tried(tree: Path, entry: Mutation, *options: str) -> str:
+    """What went wrong with a mutant, empty when its test failed by assertion and its twin passed."""
+    verdicts = judged(tree, [*options, entry.kills, entry.twin])
+    killed = cases_of(entry.kills, verdicts)
+    if ASSERTION not in killed:
+        return f"{entry.kills} {describe(killed)}"
+    fault = unpassed(entry.twin, verdicts)
+    return f"its twin {entry.twin} {fault}" if fault else ""
+
+
+def unpassed(test: str, verdicts: dict[str, str]) -> str:
+    """How a test ended, if not every case of it passed or was skipped, and at least one passed."""
+    cases = cases_of(test, verdicts)
+    return "" if PASSED in cases and cases <= {PASSED, SKIPPED} else describe(cases)
 
 
 def copied(root: Path, tree: Path) -> Path:
@@ -164,11 +180,12 @@ def copied(root: Path, tree: Path) -> Path:
     return tree
 
 
-def judged(tree: Path, tests: list[str]) -> dict[str, str]:
+def judged(tree: Path, arguments: list[str]) -> dict[str, str]:
     """Run tests in a copy. Node id -> verdict; empty when pytest did not come that far."""
     report = tree.parent / "report.json"
+    report.unlink(missing_ok=True)
     try:
-        run_pytest(tree, ["--quiet", "-p", "mutate", *tests], report)
+        run_pytest(tree, ["--quiet", "-p", "mutate", *arguments], report)
     except subprocess.TimeoutExpired:
         return {}
     return json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}

@@ -798,3 +798,56 @@ def test_without_a_time_of_its_own_an_act_goes_by_the_ledgers_clock(db: Database
     with pytest.raises(AuthorityLost):
         work.assert_current(db.connection, claim, now=time.time() + 3601)
     assert time.time() + 3500 < work.renew(db, claim, 3600) < time.time() + 3700
+
+
+# --- beside each other ------------------------------------------------------------------------------------
+
+ACTS: dict[str, Callable[[Database, Claim], Any]] = {
+    "observe": lambda db, claim: work.observe(db, claim, FINDING, now=NOW + 1),
+    "renew": lambda db, claim: work.renew(db, claim, now=NOW + 1),
+    "release": lambda db, claim: work.release(db, claim, now=NOW + 1),
+    "retry": lambda db, claim: work.retry(db, claim, "again", now=NOW + 1),
+    "finish": lambda db, claim: work.finish(db, claim, "DONE", now=NOW + 1),
+    "cancel": lambda db, claim: work.cancel(db, claim.id, now=NOW + 1),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_what_is_done_to_one_item_changes_no_row_of_another(db: Database, act: str) -> None:
+    claim = held(db, retries=1)
+    others = [
+        held(db, origin="mail:2", session="rick", retries=1).id,
+        queued(db, origin="mail:3", session="lucy"),
+        queued(db, origin="mail:4", session="jack"),
+    ]
+    before = [row(db, other) for other in others]
+    ACTS[act](db, claim)
+    assert [row(db, other) for other in others] == before
+
+
+def test_a_claim_of_one_item_changes_no_row_of_another(db: Database) -> None:
+    taken, other = queued(db), queued(db, origin="mail:2", session="rick")
+    before = row(db, other)
+    assert claimed(db).id == taken
+    assert row(db, other) == before
+
+def test_an_item_that_ended_while_it_was_told_to_wait_stays_as_it_ended(db: Database) -> None:
+    claim = held(db)
+    assert not work.retry(db, claim, "no more", available_after=10, now=NOW)
+    ended = row(db, claim.id)
+    assert work.claim(db, OWNER, now=NOW + 20) is None
+    assert row(db, claim.id) == ended
+
+
+def test_however_many_are_ready_an_item_whose_time_has_come_is_found(db: Database) -> None:
+    work.enqueue_many(db, [(f"mail:{n}", "rick", PROMPT) for n in range(work.MAX_GIVEN_BACK + 2)], now=NOW)
+    claimed(db, ttl=work.MAX_TTL_SECONDS)
+    delayed = queued(db, origin="later", available_after=10)
+    assert work.claim(db, OWNER, now=NOW + 9) is None
+    assert claimed(db, now=NOW + 10).id == delayed
+
+
+def test_an_older_item_of_another_role_does_not_stand_in_front_of_its_session(db: Database) -> None:
+    queued(db, role="research")
+    item = queued(db, origin="mail:2")
+    assert claimed(db).id == item

@@ -9,6 +9,7 @@ import socket
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import chdir, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -345,6 +346,15 @@ def test_nothing_resumes_while_ledger_and_marker_do_not_agree(db: Database, trou
     assert authority.control(db.connection).paused
 
 
+@pytest.mark.parametrize("other", [{"epoch": EPOCH}, {"paused": True}, {"restoring": "restore_1"}], ids=str)
+def test_a_change_to_the_control_row_needs_the_row_that_was_seen(db: Database, other: dict[str, Any]) -> None:
+    seen = authority.control(db.connection)
+    with db.transaction() as connection:
+        assert not authority.change_control(connection, replace(seen, **other), paused=True, restoring="restore_2")
+        assert authority.control(connection) == seen
+        assert authority.change_control(connection, seen, paused=True)
+
+
 def _pause_impatiently(location: Any) -> str:
     db = location.open(patience=timedelta(milliseconds=200))
     try:
@@ -542,6 +552,13 @@ def test_hazard_91_no_clock_that_is_set_back_renews_an_attempt_beyond_its_revoca
 
 
 @pytest.mark.parametrize("engine", ["postgresql"])
+def test_a_new_epoch_says_nothing_new_of_when_an_attempt_ran_out_that_had(db: Database, clock: ManualClock) -> None:
+    attempt = run_of(db, clock, ttl=timedelta(minutes=1))
+    clock.advance(timedelta(hours=1))
+    assistant_service.new_epoch(db, "me", "why")
+    assert [row["expires_at"] for row in rows(db, "execution_attempts")] == [micros(attempt.expires_at)]
+
+
 def test_an_adoption_that_meets_a_new_epoch_leaves_ledger_and_marker_of_one_epoch(db: Database, location: Any) -> None:
     told: list[str] = []
     write = authority.write_marker

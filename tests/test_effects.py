@@ -476,6 +476,44 @@ def _resumed(db: Database, supplier: Supplier) -> list[str]:
 
 
 @SQLITE
+def test_an_act_that_an_image_lacks_is_carried_over_to_it_and_one_that_it_has_is_not(
+    db: Database, make_location: Any
+) -> None:
+    with closing(make_location("image").open()) as image:
+        for ledger, operation_id in ((db, "op_1"), (image, "op_1"), (db, "op_2")):
+            intend(ledger, operation_id)
+        with image.transaction() as carried:
+            effects.carry_over(db.connection, carried)
+        assert sorted(row["operation_id"] for row in rows(image, "effects")) == ["op_1", "op_2"]
+
+
+END = {"operation_id": "op_1", "outcome": "done", "actor": "me", "reason": "asked", "created_at": 7}
+
+
+@SQLITE
+@pytest.mark.parametrize(
+    "other",
+    [{}, {"operation_id": "op_2"}, {"outcome": "none"}, {"actor": "you"}, {"reason": "saw it"}, {"created_at": 8}],
+    ids=str,
+)
+def test_an_end_that_an_image_lacks_is_carried_over_to_it_and_one_that_it_has_is_not(
+    db: Database, make_location: Any, other: dict[str, Any]
+) -> None:
+    with closing(make_location("image").open()) as image:
+        for ledger, end in ((db, END | other), (image, END)):
+            intend(ledger, "op_1")
+            intend(ledger, "op_2")
+            ledger.connection.execute(
+                "INSERT INTO effect_ends (operation_id, outcome, actor, reason, created_at) VALUES (?, ?, ?, ?, ?)",
+                tuple(end.values()),
+            )
+        with image.transaction() as carried:
+            effects.carry_over(db.connection, carried)
+        assert len(rows(image, "effect_ends")) == (2 if other else 1)
+        assert len(rows(image, "effects")) == 2
+
+
+@SQLITE
 def test_hazard_102_a_folder_keeps_the_backups_of_one_lineage(db: Database, tmp_path: Path, make_location: Any) -> None:
     folder, elsewhere = tmp_path / "backups", tmp_path / "elsewhere"
     folder.mkdir()

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -47,7 +48,15 @@ from sovereign_agent.errors import AlreadyHeld, AuthorityLost, ConstraintBroken,
 from sovereign_agent.fencing import ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL
 from sovereign_agent.organization import Organization
 from sovereign_agent.providers.base import Envelope, Proposal
-from sovereign_agent.records import ActorLease, AssignmentState, AttemptStatus, ExecutionAttempt, Message
+from sovereign_agent.records import (
+    ActorLease,
+    AssignmentState,
+    AttemptStatus,
+    ExecutionAttempt,
+    Message,
+    Role,
+    SowState,
+)
 from sovereign_agent.workspace import Workspace
 
 RED, BLUE = "proc_red", "proc_blue"
@@ -1192,3 +1201,191 @@ def test_a_second_run_in_one_process_does_not_undercut_the_first_when_their_leas
     assert ledger_facts(org.db, second.id)["assignment"] == "CREATED"
     assert answer(process.run_assignment, second.id) == "done"
     process.close()
+
+
+# --- beside each other ------------------------------------------------------------------------------------
+
+
+def life(db: Database, name: str) -> Iterator[None]:
+    """All that a piece of work can go through, a step at a time, by a clock of its own."""
+    clock = ManualClock()
+
+    def act(step: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with db.transaction() as connection:
+            return step(connection, *args, now=clock(), **options)
+
+    def assigned(sow_id: str) -> str:
+        options = {"workspace_policy": "temporary_directory", "maximum_seconds": 86_400}
+        return act(outcomes.create_assignment, sow_id=sow_id, actor_id=name, planner_id=name, **options).id
+
+    work = {"title": name, "desired_state": "d", "checks": [], "owner": name, "subject": ""}
+    outcome = act(outcomes.create_outcome, **work)
+    yield
+    act(outcomes.activate_outcome, outcome.id, actor=name)
+    asked = {"scope": name, "role": Role.OPERATOR, "created_by": name, "required_effect_kind": None}
+    sow = act(outcomes.create_sow, outcome_id=outcome.id, **asked)
+    yield
+    act(outcomes.move_sow, sow.id, (SowState.DRAFT,), SowState.READY, actor=name)
+    called_off = assigned(sow.id)
+    yield
+    act(outcomes.cancel_created_assignment, called_off, actor=name)
+    assignment_id = assigned(sow.id)
+    yield
+    lease = fencing.acquire_actor_lease(db, name, RED, clock=clock)
+    yield
+    lost = attempt_on(db, assignment_id, lease, clock)
+    yield
+    clock.advance(TICK)
+    fencing.renew_actor_lease(db, name, RED, lease.fencing_token, clock=clock)
+    renew_attempt(db, lost, clock)
+    yield
+    clock.advance(HOUR)
+    lease = fencing.acquire_actor_lease(db, name, RED, clock=clock)
+    yield
+    attempt = attempt_on(db, assignment_id, lease, clock)
+    yield
+    finish(db, attempt, clock)
+    yield
+    with db.transaction() as connection:
+        fencing.close_workspace(connection, attempt.id)
+    yield
+    fencing.release_actor_lease(db, name, RED, lease.fencing_token)
+    for before, to in pairwise((SowState.COMPLETED, SowState.VERIFIED, SowState.APPROVED)):
+        yield
+        act(outcomes.move_sow, sow.id, (before,), to, actor=name)
+    yield
+    act(outcomes.accept_outcome, outcome.id, accepter=name, detail={})
+
+
+def rows_of(db: Database, name: str) -> list[dict[str, Any]]:
+    tables = ("outcomes", "sows", "assignments", "actor_leases", "execution_attempts")
+    return [row for table in tables for row in rows(db, table) if name in row.values()]
+
+
+def test_no_step_of_a_piece_of_work_changes_a_row_of_another_that_stands_where_it_stood(db: Database) -> None:
+    red, blue = life(db, "red"), life(db, "blue")
+    for _ in range(20):
+        for mover, other in ((red, "blue"), (blue, "red")):
+            before = rows_of(db, other)
+            assert answer(next, mover, None) == "done"
+            assert rows_of(db, other) == before
+    assert [row["state"] for row in rows(db, "outcomes")] == ["ACCEPTED", "ACCEPTED"]
+
+
+def test_what_a_run_shows_of_itself_is_noted_of_no_other(location: Location, clock: ManualClock) -> None:
+    db = location.open(clock=clock)
+    shown, other = run_of(db, clock), run_of(db, clock)
+    before = [row for row in rows(db, "execution_attempts") if row["id"] == other.id]
+    terms = {"attempt_ttl": HOUR, "lease_ttl": HOUR, "silent": TICK, "step": "counting", "tolerance": HOUR}
+    fencing.renew_run(db, shown, **terms)
+    after = {row["id"]: row for row in rows(db, "execution_attempts")}
+    assert [after[other.id]] == before
+    assert after[shown.id]["step"] == "counting"
+    db.close()
+
+
+def test_a_run_that_has_run_out_is_taken_over_by_no_other_actor_than_its_own(db: Database, clock: ManualClock) -> None:
+    attempt = run_of(db, clock)
+    clock.advance(HOUR)
+    before = rows(db, "assignments"), rows(db, "execution_attempts")
+    foreign = fencing.acquire_actor_lease(db, "another", BLUE, clock=clock)
+    assert answer(attempt_on, db, attempt.assignment_id, foreign, clock) == "illegal_move"
+    assert (rows(db, "assignments"), rows(db, "execution_attempts")) == before
+    own = fencing.acquire_actor_lease(db, ACTOR, BLUE, clock=clock)
+    assert answer(attempt_on, db, attempt.assignment_id, own, clock) == "done"
+
+
+def test_a_run_whose_pointer_was_moved_is_not_taken_over(db: Database, clock: ManualClock) -> None:
+    attempt = run_of(db, clock)
+    clock.advance(HOUR)
+    lease = fencing.acquire_actor_lease(db, ACTOR, BLUE, clock=clock)
+    db.connection.execute("UPDATE assignments SET current_execution_attempt = 'att_other'")
+    before = rows(db, "assignments"), rows(db, "execution_attempts")
+    assert answer(attempt_on, db, attempt.assignment_id, lease, clock) == "illegal_move"
+    assert (rows(db, "assignments"), rows(db, "execution_attempts")) == before
+
+
+def test_an_attempt_that_a_hand_has_ended_is_not_ended_again(db: Database, clock: ManualClock) -> None:
+    attempt = run_of(db, clock)
+    db.connection.execute("UPDATE execution_attempts SET status = 'RECOVERED'")
+    before = rows(db, "assignments"), rows(db, "execution_attempts")
+    assert answer(finish, db, attempt, clock) == "attempt_not_active"
+    assert (rows(db, "assignments"), rows(db, "execution_attempts")) == before
+
+
+def test_an_attempt_has_run_out_when_it_has_and_not_when_another_has_or_it_has_ended(
+    db: Database, clock: ManualClock
+) -> None:
+    over = run_of(db, clock, ttl=timedelta(minutes=1))
+    goes_on = run_of(db, clock, ttl=HOUR)
+    ended = run_of(db, clock, ttl=timedelta(minutes=1))
+    finish(db, ended, clock)
+    clock.advance(timedelta(minutes=1))
+    with db.transaction() as connection:
+        seen = [fencing.lock_expired_attempt(connection, each.id, clock) for each in (over, goes_on, ended)]
+    assert seen == [clock(), None, None]
+
+
+def test_the_folder_of_an_attempt_is_dealt_with_only_once_it_has_ended(db: Database, clock: ManualClock) -> None:
+    attempt = run_of(db, clock)
+    for ended in (False, True):
+        with db.transaction() as connection:
+            fencing.close_workspace(connection, attempt.id)
+        assert [row["workspace_open"] for row in rows(db, "execution_attempts")] == [int(not ended)]
+        if not ended:
+            finish(db, attempt, clock)
+
+
+def test_a_move_that_a_state_does_not_allow_is_refused_and_changes_nothing(db: Database, clock: ManualClock) -> None:
+    def said(move: Callable[..., Any], *args: Any, **options: Any) -> str:
+        def act() -> None:
+            with db.transaction() as connection:
+                move(connection, *args, now=clock(), **options)
+
+        return answer(act)
+
+    running, other, called_off = run_of(db, clock), run_of(db, clock), new_assignment(db, ACTOR, clock=clock)
+    sow = outcomes.get_sow(db.connection, called_off.sow_id)
+    terms = {"actor_id": ACTOR, "planner_id": "master", "workspace_policy": "persistent", "maximum_seconds": 1}
+    assert said(outcomes.cancel_created_assignment, called_off.id, actor="master") == "done"
+    assert said(outcomes.create_assignment, sow_id=sow.id, **terms) == "done"
+    waiting = outcomes.assignments_of(db.connection, sow.id)[-1]
+    before = [rows(db, table) for table in ("outcomes", "sows", "assignments", "acceptances")]
+    for move, *args in (
+        (outcomes.activate_outcome, sow.outcome_id),
+        (outcomes.cancel_outcome, sow.outcome_id),
+        (outcomes.move_sow, sow.id, (SowState.DRAFT,), SowState.READY),
+    ):
+        assert said(move, *args, actor="owner") == "illegal_move"
+    assert said(outcomes.accept_outcome, sow.outcome_id, accepter="owner", detail={}) == "illegal_move"
+    assert said(outcomes.start_assignment, called_off.id, ACTOR, "att_1") == "illegal_move"
+    assert said(outcomes.start_assignment, waiting.id, "another", "att_1") == "illegal_move"
+    assert said(outcomes.hand_over_assignment, other.assignment_id, ACTOR, running.id, "att_1") == "illegal_move"
+    assert said(outcomes.cancel_created_assignment, running.assignment_id, actor="master") == "done"  # to no avail
+    assert [rows(db, table) for table in ("outcomes", "sows", "assignments", "acceptances")] == before
+
+
+def test_an_outcome_is_given_up_whatever_goes_on_for_another_and_never_twice(db: Database, clock: ManualClock) -> None:
+    run_of(db, clock)
+    waiting = new_assignment(db, ACTOR, clock=clock)
+    outcome_id = outcomes.get_sow(db.connection, waiting.sow_id).outcome_id
+    with db.transaction() as connection:
+        outcomes.cancel_created_assignment(connection, waiting.id, actor="master", now=clock())
+        said = [answer(outcomes.cancel_outcome, connection, outcome_id, actor="owner", now=clock()) for _ in "ab"]
+    assert said == ["done", "illegal_move"]
+    assert sorted(row["state"] for row in rows(db, "outcomes")) == ["ACTIVE", "CANCELED"]
+
+
+def test_an_attempt_that_has_ended_is_not_renewed_and_is_not_the_one_that_runs(db: Database, clock: ManualClock) -> None:
+    lost = run_of(db, clock, ttl=TICK)
+    clock.advance(TICK)
+    lease = fencing.current_actor_lease(db, ACTOR)
+    assert lease
+    running = attempt_on(db, lost.assignment_id, lease, clock)
+    with db.transaction() as connection:
+        assert fencing.active_attempt(connection, lost.assignment_id) == running
+    clock.advance(-TICK)
+    before = rows(db, "execution_attempts")
+    assert answer(renew_attempt, db, lost, clock) == "execution_attempt_lost"
+    assert rows(db, "execution_attempts") == before
+    assert answer(renew_attempt, db, running, clock) == "done"

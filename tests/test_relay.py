@@ -241,6 +241,16 @@ def test_a_new_epoch_says_in_the_history_of_each_claimed_message_that_it_took_th
     assert violations(db.connection) == []
 
 
+def test_a_new_epoch_brings_no_settled_message_back(db: Database, clock: ManualClock) -> None:
+    done, dead, held = claimed(db, clock), claimed(db, clock), claimed(db, clock)
+    complete(db, done, clock)
+    relay.dead_letter(db, dead, clock=clock)
+    settled = [row for row in rows(db, "messages") if row["id"] != held.id]
+    assistant_service.new_epoch(db, "operator", "why")
+    assert [row for row in rows(db, "messages") if row["id"] != held.id] == settled
+    assert relay.get_message(db, held.id).state is MessageState.NEW
+
+
 def test_a_sweep_of_many_small_batches_gets_them_all(db: Database, clock: ManualClock) -> None:
     messages = {claimed(db, clock).id for _ in range(7)}
     clock.advance(CLAIM_TTL)

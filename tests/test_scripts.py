@@ -470,6 +470,72 @@ def test_a_run_that_would_meet_installed_code_instead_of_the_copy_is_stopped(gat
     assert done.returncode == 4
 
 
+def test_a_mutant_that_only_the_cases_on_a_server_notice_is_killed(gate):
+    case = "tests/test_gate.py::test_only_the_current_token_enters"
+    engines = GATE_TESTS.replace('"token", [1, 2]', '"token", [2, 1], ids=["sqlite", "postgresql"]')
+    put(gate, "tests/test_gate.py", engines)
+    name(gate, kills=case.partition("::")[2])
+    assert "1 killed, 0 survived" in passes("mutate.py", gate)
+
+
+# -- the clauses of the fence
+
+LET_GO = '''
+def let_go(connection, bay):
+    """Let go. DELETE FROM bays WHERE prose = 1."""
+    return connection.execute(
+        "DELETE FROM bays WHERE bay = ? AND (held = 0 OR until BETWEEN 1 AND ?)"
+        " AND NOT EXISTS (SELECT 1 FROM cars WHERE bay = bays.bay AND parked = 1) RETURNING bay",
+        (bay,),
+    )
+
+
+def intend(connection):
+    connection.execute("SELECT bay FROM bays WHERE bay = 2 LIMIT 1")
+
+
+def look(connection):
+    connection.execute("SELECT bay FROM bays WHERE bay = 3")
+'''
+CLAUSES = ["bay = ?", "held = 0", "until BETWEEN 1 AND ?", "bay = bays.bay", "parked = 1", "bay = 2"]
+
+
+def take_away(root, *lines):
+    """Name a mutation for each of these (line, becomes)."""
+    entry = "[[mutation]]\nfile = 'src/sovereign_agent/effects.py'\nline = '{}'\nbecomes = '{}'\n"
+    put(root, "scripts/mutations.toml", "".join(entry.format(*line) for line in lines))
+    write(root, effects=LET_GO)
+
+
+def dropped(clause):
+    return clause, f"({clause} OR 1 = 1)"
+
+
+def test_clauses_that_each_have_a_mutation_of_their_own_pass(tmp_path):
+    take_away(tmp_path, *map(dropped, CLAUSES))
+    assert "6 in the compare-and-sets" in passes("verify_clauses.py", tmp_path)
+
+
+@pytest.mark.parametrize("bare", CLAUSES)
+def test_a_clause_that_no_mutation_takes_away_fails(tmp_path, bare):
+    take_away(tmp_path, *[dropped(clause) for clause in CLAUSES if clause != bare])
+    output = fails("verify_clauses.py", tmp_path)
+    assert repr(bare) in output
+    assert "1 problems" in output
+
+
+def test_a_mutation_that_takes_two_clauses_at_once_stands_for_neither(tmp_path):
+    together = ("bay = bays.bay AND parked = 1", "1 = 1 AND 2 = 2")
+    take_away(tmp_path, *map(dropped, [*CLAUSES[:3], "bay = 2"]), together)
+    assert "2 problems" in fails("verify_clauses.py", tmp_path)
+
+
+def test_a_reason_for_a_clause_that_is_not_there_fails(tmp_path):
+    take_away(tmp_path, *map(dropped, CLAUSES))
+    write(tmp_path, relay="")
+    assert "EQUIVALENT" in fails("verify_clauses.py", tmp_path)
+
+
 # -- the virtual environment
 
 
