@@ -187,15 +187,14 @@ TOML = altered(default_text().encode()) | st.lists(
 READERS = {
     **{kind: Reader(a_stream(GOOD[kind]), heard(DIALECTS[kind].read)) for kind in DIALECTS},
     "model": Reader(hostile(MODEL), heard(lambda event, testimony: read_event({}, event, testimony))),
-    "report": Reader(
-        hostile(REPORT) | reworded(json.loads(REPORT)), takes_or_refuses(base.parse_report, ValueError)
-    ),
+    "report": Reader(hostile(REPORT) | reworded(json.loads(REPORT)), takes_or_refuses(base.parse_report, ValueError)),
     "reply": Reader(
         hostile(REPLY) | reworded(json.loads(REPLY)),
         takes_or_refuses(lambda body: llm_lab.read_reply(body, (1.0, 2.0))),
     ),
     "retry-after": Reader(
-        st.text(st.characters(max_codepoint=127), max_size=40) | st.sampled_from(["Wed, 21 Oct 2015 07:28:00 GMT", "Wed, 99 Oct 99999 99:99:99 -9999"]),
+        st.text(st.characters(max_codepoint=127), max_size=40)
+        | st.sampled_from(["Wed, 21 Oct 2015 07:28:00 GMT", "Wed, 99 Oct 99999 99:99:99 -9999"]),
         takes_or_refuses(llm_lab.asked_seconds),
     ),
     "arguments": Reader(
@@ -241,7 +240,10 @@ def test_the_good_text_that_the_fuzzing_starts_from_is_taken(reader: str, tmp_pa
         "arguments": (lambda raw: tool_dispatch.argument_text(raw.decode()), b'{"piece": 1}'),
         "marker": (lambda raw: authority.read_marker(_written(tmp_path, raw)), EPOCH),
         "script": (lambda raw: answering._scripted(_written(tmp_path, raw)), SCRIPT),
-        "schedule": (lambda raw: from_script(raw.decode()), b"# a comment\nscenario lease\nworker\nworker dies before its step\n"),
+        "schedule": (
+            lambda raw: from_script(raw.decode()),
+            b"# a comment\nscenario lease\nworker\nworker dies before its step\n",
+        ),
         "probes": (
             lambda raw: agent._cached(_written(tmp_path, raw))["k"],
             b'{"k": {"version": "1", "flags": [["p", "json"]]}}',
@@ -415,10 +417,33 @@ def _stretched(event: Event, filling: str, number: int) -> bytes:
 
 # --- the command line -------------------------------------------------------------------------------------
 
-IDS = ["", "-", "\0", "a\0b", "\ud800", "\udcff", "a" * 150_000, "%s", "'; --", "../../etc", "msg_", "\n", "💥", "asg_0"]
+IDS = [
+    "",
+    "-",
+    "\0",
+    "a\0b",
+    "\ud800",
+    "\udcff",
+    "a" * 150_000,
+    "%s",
+    "'; --",
+    "../../etc",
+    "msg_",
+    "\n",
+    "💥",
+    "asg_0",
+]
 NUMBERS = ["nan", "inf", "-inf", "-1", "1e308", str(10**30), "9" * 5_000, "0x10", "１２", "1_0", "-0.0", "", str(2**63)]
 VERBS = [
-    *["inspect ID", "inbox ID", "run ID", "cancel ID --by ID", "verify ID --by ID", "accept ID --by ID", "actor show ID"],
+    *[
+        "inspect ID",
+        "inbox ID",
+        "run ID",
+        "cancel ID --by ID",
+        "verify ID --by ID",
+        "accept ID --by ID",
+        "actor show ID",
+    ],
     *["assistant status ID", "assistant cancel ID --by operator-course", "assistant transcript ID --after NUMBER"],
     *["assistant enqueue ID ID --origin ID --role ID --subject ID", "assistant enqueue s p --after NUMBER"],
     *["assistant enqueue s p --retries NUMBER", "assistant claim ID --role ID", "assistant claim o --ttl NUMBER"],
@@ -465,7 +490,9 @@ def test_words_that_mean_nothing_at_length(line: Callable[[list[str]], None]) ->
     fuzz(command(), line, 3_000)
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 50_000, b'{"id": 1e999}', b"[1]", b'[{"text": 5}]'], ids=range(5))
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe", b"[" * 50_000, b'{"id": 1e999}', b"[1]", b'[{"text": 5}]'], ids=range(5)
+)
 @pytest.mark.parametrize(
     "words",
     [

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support import attempt_on, finish, new_assignment, recover, renew_attempt, rows
 
 from sovereign_agent import assistant_work, fencing, journal, relay
-from sovereign_agent.clock import ManualClock, micros
+from sovereign_agent.clock import ManualClock, micros, moment
 from sovereign_agent.database import Database, authority
 from sovereign_agent.errors import SovereignError
 from sovereign_agent.records import ActorLease, AttemptStatus, Claim, ExecutionAttempt, Message
@@ -33,7 +33,7 @@ TTL = timedelta(seconds=60)
 HALF_TTL = TTL / 2
 PROCESSES = ["proc_red", "proc_blue", "proc_old"]
 processes = st.sampled_from(PROCESSES)
-steps = st.sampled_from([1, 1, 2, 3, -1, -2]).map(lambda halves: halves * HALF_TTL)
+steps = st.sampled_from([1, 1, 2, 2, 3, -1]).map(lambda halves: halves * HALF_TTL)
 """Half a time to live, forward or back, and its multiples: so that boundaries are met exactly."""
 
 Fresh = Callable[[], Database]
@@ -47,6 +47,7 @@ class Protocol(RuleBasedStateMachine):
         self.db = fresh()
         self.clocks = {name: ManualClock() for name in PROCESSES}
         self.paused = False
+        self.epoch = authority.control(self.db.connection).epoch
 
     def teardown(self) -> None:
         self.db.close()
@@ -59,6 +60,11 @@ class Protocol(RuleBasedStateMachine):
     @rule(process=processes, by=steps)
     def a_clock_jumps(self, process: str, by: timedelta) -> None:
         self.clocks[process].advance(by)
+
+    def pause(self, *, paused: bool) -> None:
+        with self.db.transaction() as connection:
+            assert authority.change_control(connection, authority.control(connection), paused=paused)
+        self.paused = paused
 
     def now(self, process: str) -> int:
         return micros(self.clocks[process]())
@@ -76,7 +82,7 @@ class Protocol(RuleBasedStateMachine):
 # --- actor leases and execution attempts ------------------------------------------------------------------
 
 ACTORS = ["operator", "other"]
-actors = st.sampled_from(ACTORS)
+actors = st.sampled_from([*ACTORS, "operator"])
 
 
 @dataclass
@@ -106,7 +112,13 @@ class Authority(Protocol):
         held, clock = self.leases.get(actor), self.clocks[process]
         free = held is None or held.expires_at <= clock()
         lease = self.same(
-            "" if free else "actor_lease_held", fencing.acquire_actor_lease, self.db, actor, process, ttl=TTL, clock=clock
+            "" if free else "actor_lease_held",
+            fencing.acquire_actor_lease,
+            self.db,
+            actor,
+            process,
+            ttl=TTL,
+            clock=clock,
         )
         if free:
             self.token += 1
@@ -114,9 +126,10 @@ class Authority(Protocol):
             self.leases[actor] = lease
             self.shown.append(lease)
 
-    @rule(data=st.data(), process=processes)
-    def renew_a_lease(self, data: st.DataObject, process: str) -> None:
-        shown, clock = data.draw(st.sampled_from(self.shown)), self.clocks[process]
+    @rule(data=st.data())
+    def renew_a_lease(self, data: st.DataObject) -> None:
+        shown, process = self._any_lease(data)
+        clock = self.clocks[process]
         good = self._is_current(shown.actor_id, process, shown.fencing_token, clock())
         renewed = self.same(
             "" if good else "actor_lease_lost",
@@ -128,9 +141,9 @@ class Authority(Protocol):
             self.leases[shown.actor_id] = replace(self.leases[shown.actor_id], expires_at=clock() + TTL)
             assert renewed == self.leases[shown.actor_id]
 
-    @rule(data=st.data(), process=processes)
-    def release_a_lease(self, data: st.DataObject, process: str) -> None:
-        shown = data.draw(st.sampled_from(self.shown))
+    @rule(data=st.data())
+    def release_a_lease(self, data: st.DataObject) -> None:
+        shown, process = self._any_lease(data)
         held = self.leases.get(shown.actor_id)
         own = held and (held.process_identity, held.fencing_token) == (process, shown.fencing_token)
         busy = any(
@@ -148,10 +161,20 @@ class Authority(Protocol):
         self.assignments[new_assignment(self.db, actor, clock=self.clocks["proc_red"]).id] = (actor, "CREATED", None)
 
     @precondition(lambda self: self.assignments)
-    @rule(data=st.data(), process=processes)
-    def start(self, data: st.DataObject, process: str) -> None:
-        assignment = data.draw(st.sampled_from([*self.assignments]))
-        shown, clock = data.draw(st.sampled_from(self.shown)), self.clocks[process]
+    @rule(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        self._start(data.draw(st.sampled_from([*self.assignments])), *self._any_lease(data))
+
+    @precondition(lambda self: len(self.assignments) < 4)
+    @rule(process=processes)
+    def begin_a_run(self, process: str) -> None:
+        """All that a run takes, in good order."""
+        self.acquire_a_lease(process=process, actor="operator")
+        self.assign(actor="operator")
+        self._start([*self.assignments][-1], self.shown[-1], process)
+
+    def _start(self, assignment: str, shown: ActorLease, process: str) -> None:
+        clock = self.clocks[process]
         actor, state, pointer = self.assignments[assignment]
         held = self.runs.get(pointer or "")
         if not self._is_current(shown.actor_id, process, shown.fencing_token, clock()):
@@ -163,9 +186,7 @@ class Authority(Protocol):
         else:
             expected = ""
         presented = replace(shown, process_identity=process)
-        run = self.same(
-            expected, attempt_on, self.db, assignment, presented, clock, ttl=TTL, maximum=3 * TTL
-        )
+        run = self.same(expected, attempt_on, self.db, assignment, presented, clock, ttl=TTL, maximum=3 * TTL)
         if run:
             self.token += 1
             assert run.fencing_token == self.token
@@ -176,9 +197,20 @@ class Authority(Protocol):
             self.assignments[assignment] = (actor, "RUNNING", run.id)
 
     @precondition(lambda self: self.runs)
-    @rule(data=st.data(), process=processes)
-    def renew_a_run(self, data: st.DataObject, process: str) -> None:
-        run, clock = self._any_run(data), self.clocks[process]
+    @rule(data=st.data())
+    def renew_a_run(self, data: st.DataObject) -> None:
+        run = self._any_run(data)
+        self._renew(run, data.draw(st.sampled_from([run.attempt.process_identity] * 3 + PROCESSES)))
+
+    @precondition(lambda self: self.runs)
+    @rule(data=st.data())
+    def renew_a_run_as_its_time_is_over(self, data: st.DataObject) -> None:
+        run = self._any_run(data)
+        self.clocks[run.attempt.process_identity].set(moment(run.expires))
+        self._renew(run, run.attempt.process_identity)
+
+    def _renew(self, run: Run, process: str) -> None:
+        clock = self.clocks[process]
         good = run.status == "ACTIVE" and run.expires > micros(clock()) and process == run.attempt.process_identity
         presented = replace(run.attempt, process_identity=process)
         self.same("" if good else "execution_attempt_lost", renew_attempt, self.db, presented, clock, ttl=TTL)
@@ -225,9 +257,9 @@ class Authority(Protocol):
             actor: (held.process_identity, held.fencing_token, micros(held.expires_at))
             for actor, held in self.leases.items()
         }
-        assert {
-            row["id"]: (row["status"], row["expires_at"]) for row in rows(self.db, "execution_attempts")
-        } == {name: (run.status, run.expires) for name, run in self.runs.items()}
+        assert {row["id"]: (row["status"], row["expires_at"]) for row in rows(self.db, "execution_attempts")} == {
+            name: (run.status, run.expires) for name, run in self.runs.items()
+        }
         assert {
             row["id"]: (row["actor_id"], row["state"], row["current_execution_attempt"])
             for row in rows(self.db, "assignments")
@@ -238,9 +270,12 @@ class Authority(Protocol):
 
     def _is_current(self, actor: str, process: str, token: int, now: datetime) -> bool:
         held = self.leases.get(actor)
-        return bool(
-            held and (held.process_identity, held.fencing_token) == (process, token) and held.expires_at > now
-        )
+        return bool(held and (held.process_identity, held.fencing_token) == (process, token) and held.expires_at > now)
+
+    def _any_lease(self, data: st.DataObject) -> tuple[ActorLease, str]:
+        """One that was given, of late or long ago, and who shows it: mostly its own process."""
+        shown = data.draw(st.sampled_from([*self.shown, *self.shown[-2:] * 3]))
+        return shown, data.draw(st.sampled_from([shown.process_identity] * 3 + PROCESSES))
 
     def _any_run(self, data: st.DataObject) -> Run:
         return self.runs[data.draw(st.sampled_from([*self.runs]))]
@@ -289,10 +324,12 @@ class Mailbox(Protocol):
     def send_too_much(self, subject: str) -> None:
         self.same("message_size", relay.send, self.db, "master", "operator", subject, "b")
 
-    @rule(paused=st.booleans())
-    def pause(self, paused: bool) -> None:  # noqa: FBT001
-        change_control(self.db, paused=paused)
-        self.paused = paused
+    @precondition(lambda self: self.letters)
+    @rule(data=st.data(), actor=actors, process=processes)
+    def claim_while_all_is_paused(self, data: st.DataObject, actor: str, process: str) -> None:
+        self.pause(paused=True)
+        self._claim(data.draw(st.sampled_from([*self.letters])), actor, process)
+        self.pause(paused=False)
 
     @precondition(lambda self: self.letters)
     @rule(data=st.data(), actor=actors, process=processes)
@@ -383,10 +420,10 @@ class Mailbox(Protocol):
 # --- the assistant's queue --------------------------------------------------------------------------------
 
 SESSIONS = ["mon", "tue"]
-ROLES = [assistant_work.SHOP, "night"]
+ROLES = [assistant_work.SHOP] * 3 + ["night"]
 MICRO = 1_000_000
 SECONDS = TTL.total_seconds()
-DELAYS = [0, SECONDS / 2, SECONDS]
+DELAYS = [0, 0, 0, SECONDS / 2, SECONDS]
 FOR_EVER = 2**62
 
 
@@ -423,23 +460,30 @@ class Queue(Protocol):
         self.items: dict[str, Item] = {}
         self.shown: list[Claim] = []
         self.said: list[tuple[str, int]] = []
-        self.epoch = authority.control(self.db.connection).epoch
+        self.epochs = 1
 
-    # the clocks of the others stay; an act is judged by the seconds that it brings
     def seconds(self, process: str) -> float:
         return self.now(process) / MICRO
 
-    @precondition(lambda self: len(self.items) < 8)
+    @precondition(lambda self: len(self.items) < 10)
     @rule(
-        batch=st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from(SESSIONS), st.sampled_from("pq")), max_size=3),
+        batch=st.lists(
+            st.tuples(st.sampled_from("abcdefghijklmn"), st.sampled_from(SESSIONS), st.sampled_from("ppq")), max_size=3
+        ),
         role=st.sampled_from(ROLES),
         control=st.booleans(),
         delay=st.sampled_from(DELAYS),
-        retries=st.integers(-1, 1),
+        retries=st.sampled_from([0, 0, 1, 1, -1]),
         process=processes,
     )
     def enqueue(  # noqa: PLR0917
-        self, batch: list[tuple[str, str, str]], role: str, control: bool, delay: float, retries: int, process: str  # noqa: FBT001
+        self,
+        batch: list[tuple[str, str, str]],
+        role: str,
+        control: bool,
+        delay: float,
+        retries: int,
+        process: str,  # noqa: FBT001
     ) -> None:
         now, expected = self.now(process), "" if retries >= 0 else "out_of_bounds"
         known = {item.origin: name for name, item in self.items.items()}
@@ -453,9 +497,7 @@ class Queue(Protocol):
                 at = now + round(delay * MICRO) if delay else 0
                 added[origin] = Item(origin, session, prompt, role, int(control), at, retries)
         options = {"role": role, "control": control, "available_after": delay, "retries": retries}
-        ids = self.same(
-            expected, assistant_work.enqueue_many, self.db, batch, **options, now=self.seconds(process)
-        )
+        ids = self.same(expected, assistant_work.enqueue_many, self.db, batch, **options, now=self.seconds(process))
         for name, (origin, _, _) in zip(ids or (), batch, strict=not expected):
             assert known.get(origin, name) == name
             known[origin] = name
@@ -468,6 +510,13 @@ class Queue(Protocol):
         expected = set() if self.paused else self._take(role, limit, now, process)
         claims = self.same("paused" * self.paused, assistant_work.claim_many, self.db, process, limit, **options)
         self._compare(claims or [], expected, process)
+
+    @rule(process=processes, times=st.integers(1, assistant_work.CRASH_LIMIT + 1))
+    def lose_worker_after_worker(self, process: str, times: int) -> None:
+        """Losses add up to their limit only where somebody insists."""
+        for _ in range(times):
+            self.claim(process=process, role=assistant_work.SHOP, limit=1)
+            self.clocks[process].advance(TTL)
 
     @precondition(lambda self: self.shown)
     @rule(data=st.data(), process=processes, to=st.sampled_from(assistant_work.FINAL), next_too=st.booleans())
@@ -519,7 +568,7 @@ class Queue(Protocol):
             item.retries_left -= int(failed and not blocked)
             self._settle(claim.id, "BLOCKED" if blocked else "READY", now, delay)
 
-    @precondition(lambda self: self.shown and len(self.items) < 10)
+    @precondition(lambda self: self.shown and len(self.items) < 12)
     @rule(
         data=st.data(),
         process=processes,
@@ -559,14 +608,18 @@ class Queue(Protocol):
         if not over:
             self._settle(name, "CANCELED", self.now(process))
 
-    @rule(paused=st.booleans())
-    def pause(self, paused: bool) -> None:  # noqa: FBT001
-        change_control(self.db, paused=paused)
-        self.paused = paused
+    @precondition(lambda self: self.shown)
+    @rule(data=st.data(), process=processes)
+    def nothing_goes_on_while_all_is_paused(self, data: st.DataObject, process: str) -> None:
+        self.pause(paused=True)
+        self.claim(process=process, role=assistant_work.SHOP, limit=1)
+        self.observe(data=data, process=process)
+        self.pause(paused=False)
 
+    @precondition(lambda self: self.epochs < 4 and len(self.items) > 1)
     @rule(process=processes)
     def a_new_epoch_begins(self, process: str) -> None:
-        self.epoch = authority.new_epoch()
+        self.epoch, self.epochs = authority.new_epoch(), self.epochs + 1
         with self.db.immediate() as connection:
             assistant_work.revoke_all(connection, now=self.seconds(process))
             authority.begin_epoch(connection, self.epoch, paused=self.paused)
@@ -586,7 +639,7 @@ class Queue(Protocol):
         assert sorted(written) == sorted(self.said)
 
     def _any_claim(self, data: st.DataObject) -> Claim:
-        return data.draw(st.sampled_from(self.shown))
+        return data.draw(st.sampled_from([*self.shown, *self.shown[-2:] * 3]))
 
     def _refusal(self, claim: Claim, now: int) -> str:
         """Why a claim may not write, now; empty when it may."""
@@ -646,11 +699,6 @@ class Queue(Protocol):
         assert {(claim.id, claim.generation) for claim in claims} == taken
         assert {(claim.owner, claim.epoch) for claim in claims} <= {(owner, self.epoch)}
         self.shown.extend(claims)
-
-
-def change_control(db: Database, *, paused: bool) -> None:
-    with db.transaction() as connection:
-        assert authority.change_control(connection, authority.control(connection), paused=paused)
 
 
 # --- playing ----------------------------------------------------------------------------------------------
@@ -737,5 +785,5 @@ def test_a_broken_clause_is_found(
 
     monkeypatch.setattr(sqlite, "render", broken)
     with pytest.raises((AssertionError, SovereignError)):
-        play(machine, fresh, 300, 40, phases=[Phase.generate], derandomize=True, database=None, print_blob=False)
+        play(machine, fresh, 200, 40, phases=[Phase.generate], report_multiple_bugs=False, derandomize=True)
     assert any(met)
