@@ -1,7 +1,7 @@
 """Hold each clause of each compare-and-set to a mutation: a clause that no mutation takes away is there on trust.
 
 A write of the fence is as good as its WHERE: each condition in it was put there against some loss of authority. So for
-each condition of each UPDATE, DELETE and upsert of the files below, and of the reads that decide, scripts/mutations.toml
+each condition of each UPDATE, DELETE and upsert of the files below, and of the reads that decide, mutations.toml
 must have an entry that changes this condition and no other. A condition that no test could miss stands in EQUIVALENT,
 with the reason.
 

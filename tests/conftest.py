@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import psycopg
 import pytest
+from hypothesis import settings
 from model_endpoint import Endpoint
 
 from sovereign_agent.clock import ManualClock
@@ -21,6 +22,9 @@ from sovereign_agent.organization import Organization
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background by a shell, which lets its jobs ignore SIGINT; the programs tested would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+settings.register_profile("suite", deadline=None, derandomize=os.environ.get("CI") == "true")
+settings.load_profile("suite")
 
 ENGINES = ("sqlite", "postgresql")
 

@@ -39,6 +39,7 @@ from sovereign_agent.errors import ConfigurationFault
 from sovereign_agent.records import Role
 
 FILE_NAME = "sovereign.toml"
+LONGEST_BYTES = 2**20
 NO_PROVIDER = "none"
 """The provider of an actor that runs nothing: a person, or a program that only reads the ledger."""
 
@@ -444,7 +445,11 @@ def replace_file(
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode().removeprefix("\ufeff")
+        with path.open("rb") as file:
+            content = file.read(LONGEST_BYTES + 1)
+        if len(content) > LONGEST_BYTES:
+            raise _fault(path, "", (), f"it is longer than {LONGEST_BYTES} bytes", "keep in it what belongs in it")
+        return content.decode().removeprefix("\ufeff")
     except FileNotFoundError:
         mend = "sovereign-agent init --root FOLDER, or correct --root"
         raise _fault(path, "", (), "there is no such file", mend) from None
@@ -458,9 +463,11 @@ def _read(path: Path) -> str:
 
 def _judged(path: Path, text: str) -> Settings:
     try:
-        settings = Settings.model_validate(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        document = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # of a number with 5,000 digits it says no more than ValueError
         raise _fault(path, "", (), f"it is not TOML: {error}", "correct that line") from None
+    try:
+        settings = Settings.model_validate(document)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise _fault(path, text, _key_path(first["loc"]), *_in_words(first["type"], first["msg"])) from None
@@ -514,10 +521,10 @@ def _line_of(text: str, path: tuple[int | str, ...]) -> int | None:
     """The line, from 1, of the deepest part of `path` that has one of its own."""
     table: list[str] = []
     deepest, line = 0, None
-    for number, written in enumerate(text.split("\n"), start=1):
-        if header := re.match(r"\s*\[+([^\[\]]+)\]", written):
+    for number, written in enumerate(map(str.lstrip, text.split("\n")), start=1):
+        if header := re.match(r"\[+([^\[\]]+)\]", written):
             here = table = _dotted(header[1])
-        elif key := re.match(r"\s*([^=#\[\]]+)=", written):
+        elif key := re.match(r"([^=#\[\]]+)=", written):
             here = table + _dotted(key[1])
         else:
             continue

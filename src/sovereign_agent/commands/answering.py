@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from sovereign_agent import assistant_service
-from sovereign_agent.agent_loop import Model
+from sovereign_agent.agent_loop import Model, Turn
 from sovereign_agent.assistant_work import Claim
 from sovereign_agent.commands.printing import plain
 from sovereign_agent.configuration import FILE_NAME, AssistantSettings, resolve_reference
@@ -58,14 +58,21 @@ def answering(
 def _scripted(path: Path) -> Model:
     try:
         turns: Any = json.loads(path.read_text("utf-8"))
-        return ScriptedModel([scripted_turn(**turn) for turn in turns])
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        return ScriptedModel([_turn(**turn) for turn in turns])
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ConfigurationFault(
             f"{path} is no script.",
             category="script_unreadable",
             why=f"{type(error).__name__}: {error}",
             next_command='a script is [{"calls": [{"name": "TOOL", "arguments": {}}]}, {"text": "Done."}]',
         ) from error
+
+
+def _turn(text: Any, calls: Any) -> Turn:
+    turn = scripted_turn(text, calls)
+    if not all(isinstance(word, str) for word in (text, *(w for call in turn.calls for w in (call.id, call.name)))):
+        raise TypeError("a text, an id and a name are strings")
+    return turn
 
 
 def _live(settings: AssistantSettings, watch: Watch) -> Model:

@@ -283,7 +283,7 @@ def _presented(path: Path) -> Claim:
     try:
         text = typer.get_text_stream("stdin").read() if str(path) == "-" else path.read_text("utf-8")
         return Claim(**codec.loads(text))
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         raise IllegalMove(
             f"{path} holds no claim.",
             category="claim_unreadable",

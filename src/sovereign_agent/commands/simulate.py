@@ -10,6 +10,7 @@ import typer
 
 from sovereign_agent.commands.options import Json
 from sovereign_agent.commands.printing import answer, entry
+from sovereign_agent.errors import ConfigurationFault
 
 if TYPE_CHECKING:
     from sovereign_agent.testing.exploration import Exploration
@@ -179,7 +180,11 @@ def _replay(source: str, root: Path | None, *, as_json: bool) -> NoReturn:
 
     from sovereign_agent.testing.schedules import Stage, from_script
 
-    name, choices = from_script(sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8"))
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    except ValueError as error:
+        raise ConfigurationFault(f"{source} is no script of a schedule.", category="script", why=str(error)) from None
+    name, choices = from_script(text)
     (scenario,) = _chosen([name])
     with closing(Stage(scenario, root)) as stage:
         run = stage.replay(choices)

@@ -55,7 +55,9 @@ def assign(
     ] = "temporary_directory",
     maximum: Annotated[
         int | None,
-        typer.Option("--maximum", metavar="SECONDS", min=1, help="The longest that a run of it may last."),
+        typer.Option(
+            "--maximum", metavar="SECONDS", min=1, max=31_536_000, help="The longest that a run of it may last."
+        ),
     ] = None,
     root: Root = HERE,
     json: Json = False,

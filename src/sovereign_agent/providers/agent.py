@@ -134,7 +134,7 @@ def probe(dialect: Dialect, settings: AgentSettings, workspace: Workspace, varia
         raise _refusal(settings, dialect, " ".join(reasons).strip())
     asked, banner = _ask([program, "--version"], "version", settings, workspace, variables)
     version = re.search(dialect.version, banner, re.MULTILINE)
-    entries = re.split(r"\n(?=\s*--?\w)", shown)
+    entries = re.split(r"\n(?=[^\S\n]*--?\w)", shown)
     flags = tuple(frozenset(re.findall(r"[\w-]+", entry)) for entry in entries)
     capabilities = Capabilities(version[1][:100] if version else "", flags)
     if asked.ended_by == "itself" and key:

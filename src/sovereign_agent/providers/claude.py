@@ -38,7 +38,7 @@ def _read_part(part: object, testimony: Testimony) -> None:
 
 
 CLAUDE = Dialect(
-    version=r"(\S+) \(Claude Code\)",
+    version=r"(?<!\S)(\S+) \(Claude Code\)",
     required=("-p", "--output-format stream-json", "--verbose"),
     wished=("--permission-mode acceptEdits",),
     read=read,

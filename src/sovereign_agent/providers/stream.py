@@ -68,9 +68,9 @@ class Testimony:
         self.warnings += [storable(text)][: KEPT - len(self.warnings)]
 
     def start(self, call: str, tool: str) -> None:
-        """A tool is at work."""
-        if len(self.running) < KEPT:
-            self.running[call] = tool
+        """A tool is at work. One whose call has an endless id could not be told from the next, and is not kept."""
+        if len(self.running) < KEPT and len(call) <= NAME_LIMIT:
+            self.running[call] = tool[:NAME_LIMIT]
 
     def measure(self, numbers: object) -> None:
         """Keep the figures of an object that are finite numbers of a size that can be meant."""

@@ -134,7 +134,7 @@ class SQLiteConnection(Connection):
             raw.text_factory = _READABLE
             for pragma in _SESSION:
                 raw.execute(f"PRAGMA {pragma}").fetchall()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeError) as error:
             if raw:
                 raw.close()
             raise translated(error, self.path, self._holder) from error
@@ -204,9 +204,11 @@ def _append_only(table: str, keys: list[str]) -> list[str]:
     ]
 
 
-def translated(error: sqlite3.Error, path: Path, holder: Callable[[], str]) -> SovereignError:
+def translated(error: sqlite3.Error | UnicodeError, path: Path, holder: Callable[[], str]) -> SovereignError:
     """Say what a driver's error means for the caller."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    # The driver cannot decode SQLite's complaint about a schema when the name in it is the damaged part.
+    other = sqlite3.SQLITE_CORRUPT if isinstance(error, UnicodeError) else sqlite3.SQLITE_ERROR
+    code = getattr(error, "sqlite_errorcode", other)
     primary = code & 0xFF
     if primary in _BUSY:
         return engine.busy(f"The ledger {path} is busy.", f"The write lock is held{holder() or ' by another process'}.")

@@ -166,6 +166,8 @@ def _opened(path: Path, mode: str = "mode=rw") -> Generator[sqlite3.Connection]:
             raw.execute("PRAGMA synchronous = FULL")
             raw.execute("PRAGMA fullfsync = ON")
             yield raw
+    except UnicodeError as error:
+        raise _refused(path, "backup_damaged", "A name in its schema is no text.") from error
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in _DAMAGED:
             raise _refused(path, "backup_damaged", f"SQLite says: {error}.") from error
