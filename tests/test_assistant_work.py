@@ -831,6 +831,7 @@ def test_a_claim_of_one_item_changes_no_row_of_another(db: Database) -> None:
     assert claimed(db).id == taken
     assert row(db, other) == before
 
+
 def test_an_item_that_ended_while_it_was_told_to_wait_stays_as_it_ended(db: Database) -> None:
     claim = held(db)
     assert not work.retry(db, claim, "no more", available_after=10, now=NOW)

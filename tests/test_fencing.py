@@ -1376,7 +1376,9 @@ def test_an_outcome_is_given_up_whatever_goes_on_for_another_and_never_twice(db:
     assert sorted(row["state"] for row in rows(db, "outcomes")) == ["ACTIVE", "CANCELED"]
 
 
-def test_an_attempt_that_has_ended_is_not_renewed_and_is_not_the_one_that_runs(db: Database, clock: ManualClock) -> None:
+def test_an_attempt_that_has_ended_is_not_renewed_and_is_not_the_one_that_runs(
+    db: Database, clock: ManualClock
+) -> None:
     lost = run_of(db, clock, ttl=TICK)
     clock.advance(TICK)
     lease = fencing.current_actor_lease(db, ACTOR)

@@ -46,6 +46,7 @@ from sovereign_agent.records import (
     ExecutionAttempt,
     Receipt,
     ReceiptStatus,
+    new_id,
 )
 
 ENDED_RUN_PATIENCE_SECONDS = 60.0

@@ -68,7 +68,7 @@ def _scripted(path: Path) -> Model:
         ) from error
 
 
-def _turn(text: Any, calls: Any) -> Turn:
+def _turn(text: Any = "", calls: Any = ()) -> Turn:
     turn = scripted_turn(text, calls)
     if not all(isinstance(word, str) for word in (text, *(w for call in turn.calls for w in (call.id, call.name)))):
         raise TypeError("a text, an id and a name are strings")
