@@ -384,6 +384,44 @@ def test_a_model_that_fails_is_a_status_and_what_was_done_stays_in_the_account(f
     assert "sk-secret" not in repr(result)
 
 
+NO_TURNS = [
+    None,
+    "Good morning.",
+    Turn(text=None),  # type: ignore[arg-type]
+    Turn("hi", finish_reason=None),  # type: ignore[arg-type]
+    Turn("hi", usage="much"),  # type: ignore[arg-type]
+    Turn("hi", calls=None),  # type: ignore[arg-type]
+    Turn(calls=({"id": "c1", "name": "order"},)),  # type: ignore[arg-type]
+    Turn(calls=(ToolCall("c1", None, {}),)),  # type: ignore[arg-type]
+    Turn(calls=(ToolCall("c1", ["order"], {}),)),  # type: ignore[arg-type]
+    Turn(calls=(ToolCall(7, "order", {}),)),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize("said", NO_TURNS, ids=repr)
+def test_hazard_32_what_a_model_returns_and_is_no_turn_is_a_failure_with_a_name(said):
+    class Careless:
+        def complete(self, *_: Any, **__: Any) -> Any:
+            return said
+
+    try:
+        result = run_loop(Careless(), Shop().dispatcher, ASK, limits=LIMITS)
+    except (AttributeError, TypeError) as error:
+        raise AssertionError("it left the loop") from error
+    assert (result.status, result.failure, result.tool_calls) == ("MODEL_FAILED", "malformed_turn", 0)
+
+
+@pytest.mark.parametrize("tokens", [float("nan"), float("inf")])
+def test_hazard_35_what_counts_nothing_is_no_usage(tokens):
+    with pytest.raises(ValueError, match="used"):
+        Usage(1, tokens)
+
+
+def test_a_name_that_no_ledger_takes_stands_as_a_mark_in_the_account_of_a_loop():
+    result = run([calls(("a\x00b\ud83d", {})) for _ in range(3)])
+    assert (result.status, result.detail) == ("LOOP_DETECTED", "a\ufffdb?: tool_not_allowed")
+
+
 def test_a_busy_ledger_met_by_the_model_is_the_callers_to_hear():
     with pytest.raises(Contention):
         run([Contention("busy")])

@@ -19,7 +19,9 @@ from support import (
     answer,
     at_one_barrier,
     attempt_on,
+    child,
     finish,
+    heard,
     hook_after,
     in_a_fresh_process,
     killed_after_statement,
@@ -517,6 +519,31 @@ def test_what_was_seen_and_cannot_be_read_closes_the_ledger(location: Any, tmp_p
     assert answer(Organization, location.root) == "marker_unreadable"
     seen.write_text(good)
     Organization(location.root).close()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "link"])
+def test_hazard_83_what_was_seen_is_read_from_a_file_and_from_nothing_else(
+    location: Any, tmp_path: Path, kind: str
+) -> None:
+    _organization_with_its_marker_outside(location, tmp_path / "shop.authority").close()
+    seen = tmp_path / "shop.seen"
+    seen.rename(tmp_path / "good")
+    make = {
+        "pipe": lambda: os.mkfifo(seen),
+        "device": lambda: seen.symlink_to("/dev/null"),
+        "folder": seen.mkdir,
+        "link": lambda: seen.symlink_to(tmp_path / "nowhere"),
+    }
+    make[kind]()
+    with child(_opens, location.root) as (_, pipe):  # it may hang
+        assert heard(pipe, within=20) == ("marker_not_a_file" if kind in {"pipe", "folder"} else "marker_link")
+    seen.rmdir() if kind == "folder" else seen.unlink()
+    (tmp_path / "good").rename(seen)
+    assert answer(Organization, location.root) == "done"
+
+
+def _opens(pipe: Any, root: Path) -> None:
+    pipe.send(answer(Organization, root))
 
 
 @pytest.mark.parametrize("engine", ["sqlite"])  # a server's disk is copied by its own tools

@@ -613,7 +613,7 @@ def test_an_ordinary_run_is_four_commits(org: Organization, monkeypatch: pytest.
     commit, commits = session.commit, []
     _, _, assignment = governed_work(org)
     monkeypatch.setattr(organization, "invoke_actor", works)
-    monkeypatch.setattr(session, "commit", lambda connection: (commits.append(1), commit(connection))[1])
+    monkeypatch.setattr(session, "commit", lambda *of: (commits.append(1), commit(*of))[1])
     org.run_assignment(assignment.id)
     assert len(commits) == 4
 

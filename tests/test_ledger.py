@@ -125,16 +125,63 @@ def test_the_same_transaction_is_not_entered_twice_at_once(pairs: Database, loca
 
 def test_hazard_77_the_pending_work_of_others_is_never_committed(pairs: Database, location: Location) -> None:
     connection = pairs.connection
-    connection.execute("BEGIN")
+    connection._run("BEGIN", ())
     add(connection, 1, "left")
     with pytest.raises(IllegalMove) as refused, pairs.immediate():
         raise AssertionError("a transaction was opened on top of somebody's pending work")
     assert refused.value.category == "transaction_nested"
     assert kept(location) == []
-    connection.execute("ROLLBACK")
+    connection._run("ROLLBACK", ())
     with pairs.immediate() as connection:
         add(connection, 2, "left")
     assert kept(location) == [(2, "left")]
+
+
+BOUNDS = ["COMMIT", " end;", "ROLLBACK", "BEGIN", "SAVEPOINT a", "-- so\ncommit", "/* so */ Commit", "SELECT 1; COMMIT"]
+
+
+@pytest.mark.parametrize("words", BOUNDS)
+def test_hazard_63_no_statement_ends_the_transaction_that_it_stands_in(
+    pairs: Database, location: Location, words: str
+) -> None:
+    with pytest.raises(IllegalMove) as refused, pairs.transaction() as connection:
+        add(connection, 1, "left")
+        connection.execute(words)
+    assert refused.value.category == "transaction_nested"
+    assert kept(location) == []
+
+
+@pytest.mark.parametrize("words", BOUNDS)
+def test_hazard_77_no_statement_opens_a_transaction_that_nobody_ends(pairs: Database, words: str) -> None:
+    with pytest.raises(IllegalMove):
+        pairs.connection.execute(words)
+    with pairs.transaction() as connection:
+        add(connection, 1, "left")
+
+
+TRIGGERS = {
+    "sqlite": "-- counts\nCREATE TRIGGER counts AFTER INSERT ON pairs BEGIN DELETE FROM pairs WHERE n = 0; END",
+    "postgresql": "-- counts\nDO $$ BEGIN PERFORM 1; BEGIN PERFORM 2; END; END $$",
+}
+
+
+def test_a_body_of_statements_is_no_transaction(pairs: Database, engine: str) -> None:
+    assert answer(pairs.connection.execute, TRIGGERS[engine]) == "done"
+
+
+def test_nobody_commits_a_transaction_of_somebody_else(pairs: Database, location: Location) -> None:
+    with pairs.transaction() as connection:
+        add(connection, 1, "left")
+        with pytest.raises(IllegalMove):
+            connection.commit(pairs.transaction())
+        assert kept(location) == []
+    assert kept(location) == [(1, "left")]
+
+
+def test_words_of_a_transaction_in_a_text_or_a_comment_are_words(pairs: Database, location: Location) -> None:
+    insert = "INSERT INTO pairs (n, half) VALUES (1, '; COMMIT; it''s begin')  -- ; rollback"
+    assert answer(pairs.connection.execute, insert) == "done"
+    assert kept(location) == [(1, "; COMMIT; it's begin")]
 
 
 def test_hazard_77_a_statement_outside_a_transaction_is_durable_at_once(pairs: Database, location: Location) -> None:
@@ -185,7 +232,7 @@ def test_hazard_77_ending_a_transaction_by_hand_is_noticed_at_the_next_statement
     pairs: Database, location: Location, word: str
 ) -> None:
     with pytest.raises(LedgerFault) as refused, pairs.immediate() as connection:
-        connection.execute(word)
+        connection._run(word, ())
         add(connection, 1, "left")
     assert refused.value.category == "transaction_ended"
     assert kept(location) == []
@@ -316,8 +363,8 @@ def forked(pipe: Any, location: Location) -> None:
 
 
 def parent_and_child(pipe: Any, db: Database) -> None:
-    connection = db.connection
-    with db.immediate():
+    connection, transaction = db.connection, db.immediate()
+    with transaction:
         add(connection, 1, "left")
         pid = os.fork()
         if pid == 0:
@@ -326,7 +373,7 @@ def parent_and_child(pipe: Any, db: Database) -> None:
                 lambda: db.connection,
                 db.immediate,
                 lambda: connection.execute("SELECT 1"),
-                connection.commit,
+                lambda: connection.commit(transaction),
             ):
                 try:
                     act()

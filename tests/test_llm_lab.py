@@ -235,6 +235,11 @@ def test_hazard_39_a_claim_that_is_lost_while_waiting_ends_the_run_as_that(endpo
     assert (result.status, len(endpoint.asked)) == ("AUTHORITY_LOST", 1)
 
 
+def test_hazard_39_who_is_to_stop_while_it_waits_does_not_ask_again(endpoint, naps):
+    result = run(endpoint, naps, (429, b"", [("Retry-After", "30")]), sleep=lambda _: True)
+    assert (result.status, result.failure, len(endpoint.asked)) == ("MODEL_FAILED", "rate_limited", 1)
+
+
 def test_a_server_that_does_not_answer_is_left_at_the_time_of_the_run(endpoint, naps):
     def late(handler: BaseHTTPRequestHandler) -> None:
         time.sleep(3)

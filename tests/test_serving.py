@@ -534,13 +534,13 @@ def test_a_write_whose_commit_is_not_known_to_have_happened_is_not_repeated_if_i
     item, cut = work.enqueue(shop, "mail:1", "lucy", "Sell the lot."), list[int]()
     commit = Connection.commit
 
-    def interrupted(connection: Connection) -> None:
+    def interrupted(*of: Any) -> None:
         if cut != [4]:
-            commit(connection)
+            commit(*of)
             return
         cut.append(0)
         if committed:
-            commit(connection)
+            commit(*of)
         raise LedgerUnavailable("The session was cut.", category="ledger_unavailable")
 
     monkeypatch.setattr(Connection, "commit", interrupted)
@@ -548,7 +548,8 @@ def test_a_write_whose_commit_is_not_known_to_have_happened_is_not_repeated_if_i
         shop, item, tools=lambda claim: selling(claim, lambda piece: cut.append(4) if piece == 4 and not cut else None)
     )
     assert cut == [4, 0]
-    assert told[0].startswith("waiting: It is not known whether")
+    heard = [line.startswith("waiting: A tool's write was committed, and its end not heard") for line in told]
+    assert heard == ([True, False] if committed else [False])
     require_whole(shop, item)
     unsold = [piece for piece, told in answers(said(shop, item)) if not told["ok"]]
     assert unsold == ([] if committed else [4])
@@ -732,6 +733,164 @@ def test_a_result_is_bounded_so_that_the_ledger_takes_it_escaped_twice(
     assert [answer["ok"] for _, answer in answers(said(shop, item))] == [told]
 
 
+def only(handler: Callable[..., Any], **kind: Any) -> list[ExecutableTool]:
+    return [ExecutableTool("sell", "Sell one piece.", Piece, handler, consequential=True, **kind)]
+
+
+@pytest.mark.parametrize(
+    "commit",
+    [lambda connection: connection.execute("COMMIT"), lambda connection: connection.commit()],
+    ids=["in words", "by its method"],
+)
+def test_hazard_63_a_tool_that_commits_by_itself_has_written_nothing_and_is_told_so(
+    shop: Database, commit: Any
+) -> None:
+    def sell(arguments: Piece, now: Occasion) -> float:
+        now.connection.execute("INSERT INTO sold (item, piece, token) VALUES ('x', ?, 1)", (arguments.piece,))
+        commit(now.connection)
+        return float("nan")  # so that its answer is none in any case
+
+    item = work.enqueue(shop, "mail:1", "lucy", "Sell one.")
+    serve(shop, item, scripted(asks(1), "I tried."), lambda _: only(sell, fenced=True))
+    ((_, told),) = answers(said(shop, item))
+    assert (status(shop, item), told["error"], told["effect"], sold(shop, "x")) == ("DONE", "tool_failed", "none", [])
+
+
+LATER = """
+CREATE TABLE shelves (id <integer> PRIMARY KEY) <strict>;
+CREATE TABLE boxes (shelf <integer> NOT NULL REFERENCES shelves (id) DEFERRABLE INITIALLY DEFERRED) <strict>;
+"""
+
+
+def test_a_write_that_no_commit_takes_is_answered_within_the_limits_of_one_life(shop: Database) -> None:
+    shop.extend("boxes", [Migration(1, "boxes", LATER, 1)])
+
+    def put(arguments: Piece, now: Occasion) -> None:
+        now.connection.execute("INSERT INTO boxes (shelf) VALUES (?)", (arguments.piece,))
+
+    item = work.enqueue(shop, "mail:1", "lucy", "Sell one.")
+    serve(shop, item, scripted(asks(1), asks(2), "I tried."), lambda _: only(put, fenced=True))
+    assert [told["error"] for _, told in answers(said(shop, item))] == ["tool_failed"] * 2
+    assert (status(shop, item), work.get_work(shop.connection, item)["generation"]) == ("DONE", 1)
+
+
+def tools_that_fail(_: Claim) -> list[ExecutableTool]:
+    raise ValueError("no such shop")
+
+
+def test_an_item_whose_tools_cannot_be_made_ends_and_the_service_goes_on(shop: Database) -> None:
+    items = [work.enqueue(shop, f"mail:{number}", f"session {number}", "Sell one.") for number in range(3)]
+    given = dict(zip(items, (tools_that_fail, lambda claim: selling(claim) * 2, selling), strict=True))
+    serve(shop, items[2], Seller(1), lambda claim: given[claim.id](claim))
+    assert [status(shop, item) for item in items] == ["BLOCKED", "BLOCKED", "DONE"]
+    assert work.get_work(shop.connection, items[0])["result"] == "tools_unusable"
+    (why,) = conversation.evidence(shop.connection, items[0])
+    assert "no such shop" in why["detail"]
+
+
+LINES = [
+    {"note": "she called"},
+    {"role": "finding", "content": "Vanilla is low."},
+    {"role": 7, "content": "x"},
+    {"role": "assistant"},
+    {"role": "assistant", "content": None},
+    {"role": "assistant", "content": ["Ten sold."]},
+    {"role": "assistant", "content": "", "tool_calls": 5},
+    {"role": "assistant", "content": "", "tool_calls": [{}]},
+    {"role": "assistant", "content": "", "tool_calls": [{"id": ["c"], "function": {"name": "a", "arguments": "{}"}}]},
+    {"role": "tool", "content": "x", "tool_call_id": ["c"]},
+]
+
+
+@pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
+def test_a_line_of_a_transcript_that_is_no_message_is_kept_and_not_told_to_the_model(
+    shop: Database, line: dict[str, Any]
+) -> None:
+    claim, heard = claimed(shop), list[Sequence[Message]]()
+    work.observe(shop, claim, line)
+    work.observe(shop, claim, {"role": "user", "content": "Be quick."})
+    work.release(shop, claim)
+
+    class Listening(Seller):
+        def complete(self, messages: Sequence[Message], *_: Any, **__: Any) -> Turn:
+            heard.append(messages)
+            return Turn("Ten sold.")
+
+    serve(shop, claim.id, Listening())
+    assert [message["content"] for message in heard[0]] == ["Sell the lot.", "Be quick."]
+    assert (said(shop, claim.id)[0], status(shop, claim.id)) == (line, "DONE")
+
+
+def test_a_transcript_that_cannot_be_read_ends_its_item_and_not_the_service(shop: Database) -> None:
+    broken, sound = (work.enqueue(shop, f"mail:{number}", f"session {number}", "Sell one.") for number in range(2))
+    shop.connection.execute(
+        "INSERT INTO assistant_transcript (work_id, generation, message, created_at) VALUES (?, 1, '{\"role', 1)",
+        (broken,),
+    )
+    serve(shop, sound, Seller(1))
+    assert work.get_work(shop.connection, broken)["result"] == "transcript_unreadable"
+    assert (status(shop, broken), status(shop, sound)) == ("BLOCKED", "DONE")
+
+
+def exits(*_: object) -> None:
+    raise SystemExit(3)
+
+
+def test_hazard_50_an_item_that_ends_each_service_is_parked_and_the_next_one_is_answered(shop: Database) -> None:
+    poison = work.enqueue(shop, "mail:1", "lucy", "Sell one.")
+    for _ in range(work.CRASH_LIMIT):
+        with pytest.raises(SystemExit):
+            serve(shop, poison, Seller(1), lambda _: only(exits))
+        let_it_run_out(shop, poison)
+    sound = work.enqueue(shop, "mail:2", "max", "Sell one.")
+    serve(shop, sound, Seller(1))
+    assert (status(shop, poison), status(shop, sound)) == ("PARKED", "DONE")
+
+
+def test_hazard_49_a_service_that_hangs_in_a_tool_loses_its_claim_although_it_is_alive(
+    shop: Database, location: Location
+) -> None:
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang(arguments: Piece) -> int:
+        hangs.set()
+        assert goes_on.wait(60)
+        return arguments.piece
+
+    item = work.enqueue(shop, "mail:1", "lucy", "Sell one.")
+    with running(
+        location, Seller(1), lambda _: only(hang), ttl=0.4, limits=Limits(50, 50, seconds=0.5, output_tokens=100)
+    ) as service:
+        assert hangs.wait(30)
+        # Longer than one life may take, and the ledger shows what became of its claim.
+        eventually(lambda: work.claim(shop, "another clerk"))
+        assert status(shop, item) == "RUNNING"
+        goes_on.set()
+        eventually(lambda: [line for line in service.told if "superseded" in line])
+    assert [row["generation"] for row in work.transcript(shop.connection, item)] == [1]
+
+
+def test_hazard_50_an_item_that_was_interrupted_by_pauses_is_given_back_and_not_lost(
+    shop: Database, location: Location
+) -> None:
+    item, model, looks = work.enqueue(shop, "mail:1", "lucy", "Sell one."), Held(1), list[int]()
+    with running(location, model, until=lambda: looks.append(1)):
+        for _ in range(work.CRASH_LIMIT):
+            assert model.thinks.wait(30)
+            model.thinks.clear()
+            assistant_service.pause(shop, "principal-human", "lunch")
+            looks.clear()
+            model.goes_on.set()
+            eventually(lambda: len(looks) > 1)
+            model.goes_on.clear()
+            assistant_service.resume(shop, "principal-human", "lunch is over")
+        assert model.thinks.wait(30)
+        model.goes_on.set()
+        eventually(lambda: is_final(shop, item))
+    require_whole(shop, item, pieces=1)
+    assert events(shop, item)["work.released"] == work.CRASH_LIMIT
+
+
 # --- what a model is asked with ---------------------------------------------------------------------------
 
 
@@ -892,9 +1051,9 @@ def test_a_supervisor_is_seen_while_it_runs(org: Organization) -> None:
 def test_a_waiting_model_notices_that_its_service_is_to_stop_and_that_its_claim_is_gone() -> None:
     watch, began = Watch(), time.monotonic()
     threading.Timer(0.2, lambda: setattr(watch, "stopping", True)).start()
-    watch.sleep(30)
+    assert watch.sleep(30) is True
     assert time.monotonic() - began < 15
     watch = Watch(lost=AuthorityLost(work.SUPERSEDED, category="claim_lost"))
     with pytest.raises(AuthorityLost):
         watch.sleep(0)
-    assert Watch().sleep(0.01) is None  # type: ignore[func-returns-value]
+    assert Watch().sleep(0.01) is False

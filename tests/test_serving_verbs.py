@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -92,12 +96,13 @@ def test_asking_ends_with_one_and_the_reason_when_no_answer_came_of_it(
     assert "script_ended" in shown.out
 
 
+SCRIPTS = {"serve": '{"text": "no list"}', "ask": "[" * 100_000}
 REFUSED = [
     ("model_missing", "", False),
     ("key_missing", 'model = "gpt-5.1"\nkey_env = "NO_SUCH_KEY"', False),
     ("tools_unusable", 'tools = "builtins:repr"', True),
     ("tools_unusable", 'tools = "sovereign_agent.clock:moment"', True),
-    ("script_unreadable", '{"text": "no list"}', True),
+    ("script_unreadable", "", True),
     ("script_unreadable", '[{"txt": "its key is mistyped"}]', True),
 ]
 
@@ -108,7 +113,7 @@ def test_a_service_without_what_it_needs_says_what_to_type_and_queues_nothing(
     local: Path, call: Call, script: Path, *, category: str, settings: str, verb: list[str], played: bool
 ) -> None:
     if category == "script_unreadable":
-        script.write_text(settings)
+        script.write_text(settings or SCRIPTS[verb[0]])
     else:
         path = local / "sovereign.toml"
         path.write_text(f"{path.read_text()}\n[assistant]\n{settings}")
@@ -117,6 +122,53 @@ def test_a_service_without_what_it_needs_says_what_to_type_and_queues_nothing(
     assert refused.error["next_command"]
     with closing(Organization(local)) as org:
         assert work.open_work(org.db.connection) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\xff",
+        b'[{"text": null}]',
+        b'[{"text": 5}]',
+        b'[{"calls": 5}]',
+        b'[{"calls": [{}]}]',
+        b'[{"calls": [{"name": 5}]}]',
+    ],
+)
+def test_a_script_that_is_none_is_refused_before_anything_is_queued(
+    local: Path, call: Call, script: Path, text: bytes
+) -> None:
+    script.write_bytes(text)
+    refused = call("assistant", "ask", "lucy", "Hello?", "--json", "--root", local, "--script", script)
+    assert (refused.code, refused.error["category"]) == (2, "script_unreadable")
+    with closing(Organization(local)) as org:
+        assert work.open_work(org.db.connection) == []
+
+
+def test_what_a_tool_prints_does_not_stand_in_the_answer(
+    location: Location, answering: Callable[..., None], script: Path
+) -> None:
+    answering()
+    (tools,) = location.root.glob("tools_*.py")
+    prints = "def sell(arguments, now):\n    import os; print('printed'); os.system('echo echoed')\n"
+    tools.write_text(tools.read_text().replace("def sell(arguments, now):\n", prints))
+    asked = ended(
+        spawned("assistant", "ask", "lucy", "Sell one.", "--json", "--root", location.root, "--script", script)
+    )
+    assert (json.loads(asked.out)["status"], asked.code) == ("DONE", 0)
+    assert "printed" in asked.err
+    assert "echoed" in asked.err
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "12"])
+def test_an_answer_is_given_although_nobody_can_read_it(local: Path, script: Path, closed: str) -> None:
+    script.write_text('[{"text": "Good morning."}]')
+    verb = [sys.executable, "-m", "sovereign_agent", "assistant", "ask", "lucy", "Hello?", "--root", local]
+    words = " ".join(shlex.quote(str(word)) for word in [*verb, "--script", script])
+    asked = subprocess.run(["sh", "-c", f"{words} {' '.join(f'{number}>&-' for number in closed)}"], check=False)
+    assert asked.returncode == 0
+    with closing(Organization(local)) as org:
+        assert [row["result"] for row in rows(org.db, "assistant_work")] == ["Good morning."]
 
 
 @pytest.fixture
@@ -155,6 +207,8 @@ def test_a_live_model_is_asked_with_the_key_that_no_record_holds(
         answering(model="local", base_url=endpoint.url, key_env="SHOP_KEY", system="You keep a shop.")
         endpoint.answers[:] = [(401, KEY.encode()), reply(content="Good morning.")]
         blocked = call("assistant", "ask", "lucy", "Good morning?", "--root", location.root)
+        assert "SHOP_KEY" not in os.environ
+        monkeypatch.setenv("SHOP_KEY", KEY)
         asked = call("assistant", "ask", "lucy", "Good morning?", "--root", location.root)
     finally:
         endpoint.close()

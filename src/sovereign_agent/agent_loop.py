@@ -24,7 +24,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 from sovereign_agent import clock, tool_dispatch
-from sovereign_agent.errors import ProviderFault, SovereignError
+from sovereign_agent.errors import ConfigurationFault, Contention, LedgerFault, ProviderFault
 from sovereign_agent.records import new_id
 from sovereign_agent.tool_dispatch import (
     Answer,
@@ -102,14 +102,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one reply used, as the model's own books have it. Raises ValueError for a negative figure."""
+    """What one reply used, as the model's own books have it. Raises ValueError for a figure that counts nothing."""
 
     input_tokens: int
     output_tokens: int
     cost_micros: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.input_tokens, self.output_tokens, self.cost_micros or 0) < 0:
+        if not all(0 <= used < math.inf for used in (self.input_tokens, self.output_tokens, self.cost_micros or 0)):
             raise ValueError(f"nothing is used less than not at all: {self}")
 
 
@@ -121,6 +121,16 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     finish_reason: str = "stop"
     usage: Usage | None = None
+
+
+def is_turn(said: Any) -> bool:
+    """Whether this is a `Turn` in all its parts: a model is somebody else's code, and its types are its word."""
+    match said:
+        case Turn(text=str(), calls=tuple(), finish_reason=str(), usage=None | Usage()):
+            calls: Any = said.calls
+            return all(type(call) is ToolCall and type(call.id) is type(call.name) is str for call in calls)
+        case _:
+            return False
 
 
 class Model(Protocol):
@@ -325,12 +335,14 @@ class _Run:
             turn = self.model.complete(tuple(used.messages), schemas, output_tokens=room, deadline=self.deadline)
         except ProviderFault as fault:
             return _End(LoopStatus.MODEL_FAILED, fault.category, tool_dispatch.storable(f"{fault} {fault.why}".strip()))
-        except SovereignError:
+        except (Contention, LedgerFault, ConfigurationFault):
             raise
         except Exception as error:
             if tool_dispatch.refuses_authority(error):
                 raise
             return _End(LoopStatus.MODEL_FAILED, type(error).__name__)
+        if not is_turn(turn):
+            return _End(LoopStatus.MODEL_FAILED, "malformed_turn")
         usage = turn.usage or Usage(self.context_bytes, room)
         used.input_tokens += usage.input_tokens
         used.output_tokens += usage.output_tokens
@@ -377,7 +389,8 @@ class _Run:
             if answer.authority_lost and self.has_authority:
                 return _End(LoopStatus.AUTHORITY_LOST, detail=answer.detail)
             if self._goes_round(call, answer):
-                return _End(LoopStatus.LOOP_DETECTED, detail=f"{call.name[:MOST_NAME]}: {answer.code or 'ok'}")
+                name = tool_dispatch.storable(call.name[:MOST_NAME])
+                return _End(LoopStatus.LOOP_DETECTED, detail=f"{name}: {answer.code or 'ok'}")
         return None
 
     def _operation_id(self) -> str:

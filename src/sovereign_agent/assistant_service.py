@@ -30,6 +30,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 
@@ -166,16 +167,20 @@ def serve(
 
     def give_back() -> None:
         while held:
-            with suppress(AuthorityLost):
+            try:
                 assistant_work.release(db, held[0])
+            except AuthorityLost as lost:
+                if lost.category == "paused":  # it is still held, and is given back when the pause is over
+                    raise
             held.pop()
 
     def work_on(claim: Claim) -> None:
         held.append(claim)
         presence.beat(claimed=claim.id)
-        with conversation.kept(db, claim, ttl, watch, beat=presence.beat):
+        given = chain.from_iterable(map(tools, [claim]))  # asked for where its failure is the item's
+        with conversation.kept(db, claim, ttl, watch, beat=presence.beat, seconds=limits.seconds):
             ended = conversation.converse(
-                db, claim, model, tools(claim), limits=limits, system=system, watch=watch, stop=until
+                db, claim, model, given, limits=limits, system=system, watch=watch, stop=until
             )
         held.pop()
         presence.beat(claimed="")
@@ -194,9 +199,9 @@ def serve(
     with _stopping_on_signals(watch):
         try:
             _repeat(look, watch, until, tell)
-        finally:
             with suppress(SovereignError):
                 give_back()
+        finally:  # whatever else ends a service is a worker lost: what it was at is parked when it ends too many
             presence.leave()
 
 

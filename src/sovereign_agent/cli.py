@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (BrokenPipeError, SystemExit):  # the second is rich's answer to a closed pipe
         code = CLOSED_PIPE
     try:
-        sys.stdout.flush()
+        if sys.stdout:  # pyright: ignore[reportUnnecessaryComparison] - None, when it was closed before the start
+            sys.stdout.flush()
     except OSError:  # what could not be written has been told; the interpreter would complain once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sovereign_agent import assistant_work, effects, tool_dispatch
 from sovereign_agent.agent_loop import Limits, LoopResult, LoopStatus, Message, Model, run_loop, tool_message
@@ -63,27 +64,32 @@ class Watch:
         if self.lost:
             raise self.lost
 
-    def sleep(self, seconds: float) -> None:
-        """Wait so long, or until the service is to end. Raises AuthorityLost when the claim goes meanwhile."""
+    def sleep(self, seconds: float) -> bool:
+        """Wait so long, or until the service is to end: whether it is. Raises AuthorityLost when the claim is lost."""
         until = monotonic() + seconds
         while not self.stopping and (left := until - monotonic()) > 0:
             self.check()
             time.sleep(min(left, SLICE_SECONDS))
         self.check()
+        return self.stopping
 
 
 @contextmanager
-def kept(db: Database, claim: Claim, ttl: float, watch: Watch, *, beat: Callable[[], None]) -> Generator[None]:
+def kept(
+    db: Database, claim: Claim, ttl: float, watch: Watch, *, beat: Callable[[], None], seconds: float
+) -> Generator[None]:
     """Renew a claim meanwhile, from a thread and a session of its own; `watch` has its loss.
+
+    For `seconds` at most: whoever hangs in a tool is alive, and its session must not wait for it for ever.
 
     A ledger that cannot be reached costs a renewal. Whoever misses them all is told at the next write: unlike a run,
     nothing outside this process lives by a claim, so there is no program to be stopped in time.
     """
-    over = threading.Event()
+    over, until = threading.Event(), monotonic() + seconds
 
     def keep() -> None:
         try:
-            while not over.wait(ttl / RENEWALS):
+            while not over.wait(ttl / RENEWALS) and monotonic() < until:
                 with suppress(Contention, LedgerUnavailable):
                     assistant_work.renew(db, claim, ttl)
                 beat()
@@ -122,21 +128,19 @@ def converse(
     the item is still claimed, and whoever claims it next goes on.
     """
     watch, record = watch or Watch(), _Record(db, claim)
-    told = context(db.connection, claim, system=system, most_bytes=limits.context_bytes // 2)
-    if told[-1]["role"] == "assistant" and not told[-1].get("tool_calls"):
-        record.finish("DONE", told[-1]["content"])
-        return "DONE"
-    given = list(tools)
-    fence = Fence(db.transaction, record.check, record.answered)
 
     def check_current() -> None:
         watch.check()
         assistant_work.assert_current(db.connection, claim)
 
     try:
+        told = context(db.connection, claim, system=system, most_bytes=limits.context_bytes // 2)
+        if told[-1]["role"] == "assistant" and not told[-1].get("tool_calls"):
+            record.finish("DONE", told[-1]["content"])
+            return "DONE"
         result = run_loop(
             model,
-            Dispatcher(given, allowed=[tool.name for tool in given], fence=fence),
+            _dispatcher(tools, Fence(db.transaction, record.check, record.answered)),
             told,
             limits=replace(limits, result_bytes=min(limits.result_bytes, MOST_RESULT_BYTES)),
             observe=record.observe,
@@ -148,8 +152,21 @@ def converse(
         return _settled(record, result, stopping=watch.stopping)
     except IllegalMove as refusal:  # a message that the ledger does not take would not be taken the next time either
         record.last = None
+        record.note("", refusal.category, refusal.why)
         record.finish("BLOCKED", refusal.category)
         return "BLOCKED"
+
+
+def _dispatcher(tools: Iterable[ExecutableTool], fence: Fence) -> Dispatcher:
+    """All these tools behind the fence. Raises IllegalMove (``tools_unusable``) for whatever their maker raises."""
+    try:
+        given = list(tools)
+        return Dispatcher(given, allowed=[tool.name for tool in given], fence=fence)
+    except SovereignError:
+        raise
+    except Exception as error:
+        why = tool_dispatch.storable(f"{type(error).__name__}: {error}")
+        raise IllegalMove("There are no tools to work with.", category="tools_unusable", why=why) from error
 
 
 def _settled(record: _Record, result: LoopResult, *, stopping: bool) -> str:
@@ -179,7 +196,7 @@ class _Record:
         self.db = db
         self.claim = claim
         self.last: Message | None = None
-        self._answered: dict[str, Message] = {}
+        self._answered: dict[str, tuple[int, Message]] = {}  # by the ids of their calls: the line, and its number
         self._acting: dict[str, str] = {}  # the operations that were let out, by the ids of their calls
 
     def check(self, connection: Connection, _call: ToolCall | None = None) -> int:
@@ -191,8 +208,7 @@ class _Record:
         """Write a fenced tool's answer, in the transaction of its write; of another one, that it is about to act."""
         if answer:
             message = tool_message(call.id, answer)
-            assistant_work.observe_work(connection, self.claim, message)
-            self._answered[call.id] = message
+            self._answered[call.id] = assistant_work.observe_work(connection, self.claim, message), message
             return
         at, asked = assistant_work.assert_current(connection, self.claim), tool_dispatch.argument_text(call.arguments)
         effects.intend(connection, now.operation_id, self.claim, tool=call.name, arguments=asked, at=at)
@@ -201,7 +217,7 @@ class _Record:
     def observe(self, message: Message) -> None:
         """Write a message, unless it was written with its tool's write, or is the last, which the end is written with.
 
-        Raises Contention (``commit_unknown``) when an answer was written, and then it was not known whether for good.
+        Raises Contention (``commit_unknown``) when another answer stands there, because its commit only seemed to fail.
         """
         if message["role"] == "assistant" and not message.get("tool_calls"):
             self.last = message
@@ -212,8 +228,17 @@ class _Record:
             self._settle(self._acting.pop(call_id), message)
         elif written is None:
             assistant_work.observe(self.db, self.claim, message)
-        elif written != message:
-            raise Contention("It is not known whether a tool's write was committed.", category="commit_unknown")
+        elif written[1] != message:
+            self._replace(*written, message)
+
+    def _replace(self, seq: int, written: Message, message: Message) -> None:
+        """Write another answer than the one whose commit failed, unless it did not: then whoever goes on reads it."""
+        with self.db.transaction() as connection:
+            self.check(connection)  # a commit that is still under way holds the item's row: this waits for its end
+            rows = assistant_work.transcript(connection, self.claim.id, after=seq - 1, limit=1)
+            if any(json.loads(line["message"]) == written for line in rows):
+                raise Contention("A tool's write was committed, and its end not heard.", category="commit_unknown")
+            assistant_work.observe_work(connection, self.claim, message)
 
     def _settle(self, operation_id: str, message: Message) -> None:
         """Write the answer of a call that was let out, and how it ended outside, together."""
@@ -306,9 +331,38 @@ def _transcript(connection: Connection, work_id: str) -> list[Message]:
     said: list[Message] = []
     after = 0
     while lines := assistant_work.transcript(connection, work_id, after=after):
-        said += [json.loads(line["message"]) for line in lines]
+        said += filter(_is_said, map(_read, lines))
         after = lines[-1]["seq"]
     return said
+
+
+def _read(line: Row) -> Any:
+    try:
+        return json.loads(line["message"])
+    except (ValueError, RecursionError) as error:
+        why = f"Line {line['seq']} is no JSON."
+        raise IllegalMove("The transcript is not whole.", category="transcript_unreadable", why=why) from error
+
+
+def _is_said(line: Any) -> bool:
+    """Whether a line is what an endpoint takes for a message. A transcript may hold other things, of other hands."""
+    match line:
+        case {"role": "tool", "content": str(), "tool_call_id": str()}:
+            return True
+        case {"role": "assistant", "content": str(), "tool_calls": [*calls]}:
+            return all(map(_is_call, calls))
+        case {"role": "system" | "user" | "assistant", "content": str()}:
+            return "tool_calls" not in line
+        case _:
+            return False
+
+
+def _is_call(call: Any) -> bool:
+    match call:
+        case {"id": str(), "function": {"name": str(), "arguments": str()}}:
+            return True
+        case _:
+            return False
 
 
 def evidence(connection: Connection, work_id: str, *, after: int = 0, limit: int = 100) -> list[Row]:

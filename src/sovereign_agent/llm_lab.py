@@ -85,7 +85,8 @@ class LiveModel:
         api_key: is sent to the endpoint and put nowhere else.
         base_url: the endpoint; None for OpenAI's own.
         prices: currency units per million tokens, of input and of output. Without them no cost is told.
-        sleep: waits between two requests. It may raise AuthorityLost, and should, when it finds the claim gone.
+        sleep: waits between two requests; what it returns, if it is true, says that there shall be no other one. It may
+            raise AuthorityLost, and should, when it finds the claim gone.
 
     Raises ConfigurationFault: ``openai_missing`` when the `openai` package is not installed, ``invalid_key`` for a key
     that no header can hold.
@@ -134,9 +135,8 @@ class LiveModel:
                 return read_reply(self._post_by(deadline, request), self.prices)
             except _MayPass as fault:
                 wait = min(max(FIRST_WAIT_SECONDS * 2**attempt, fault.asked_seconds), MOST_WAIT_SECONDS)
-                if attempt == ATTEMPTS or monotonic() + wait >= deadline:
+                if attempt == ATTEMPTS or monotonic() + wait >= deadline or self.sleep(wait):
                     raise
-            self.sleep(wait)
         raise AssertionError("the last attempt returns or raises")
 
     def _post_by(self, deadline: float, request: dict[str, Any]) -> bytes:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import typer
 
 from sovereign_agent import assistant_service
-from sovereign_agent.agent_loop import Model, Turn
+from sovereign_agent.agent_loop import Model, Turn, is_turn
 from sovereign_agent.assistant_work import Claim
 from sovereign_agent.commands.printing import plain
 from sovereign_agent.configuration import FILE_NAME, AssistantSettings, resolve_reference
@@ -38,27 +40,45 @@ def answering(
     limits = replace(limits_of(settings.limits), context_bytes=settings.context_bytes)
 
     def run() -> None:
-        assistant_service.serve(
-            org.db,
-            model,
-            tools,
-            owner=owner or org.process_identity,
-            role=role,
-            limits=limits,
-            ttl=settings.claim_seconds,
-            system=settings.system,
-            watch=watch,
-            until=until,
-            tell=lambda line: typer.echo(plain(line), err=True),
-        )
+        with _answers_apart():
+            assistant_service.serve(
+                org.db,
+                model,
+                tools,
+                owner=owner or org.process_identity,
+                role=role,
+                limits=limits,
+                ttl=settings.claim_seconds,
+                system=settings.system,
+                watch=watch,
+                until=until,
+                tell=lambda line: typer.echo(plain(line), err=True),
+            )
 
     return run
 
 
+@contextmanager
+def _answers_apart() -> Generator[None]:
+    """Let what a tool prints, or a program that it starts, go to stderr: stdout is for the answer."""
+    if not (sys.__stdout__ and sys.__stderr__):  # it was closed, and its number may be another file's by now
+        yield
+        return
+    sys.stdout.flush()
+    ours = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(ours, 1)
+        os.close(ours)
+
+
 def _scripted(path: Path) -> Model:
     try:
-        turns: Any = json.loads(path.read_text("utf-8"))
-        return ScriptedModel([_turn(**turn) for turn in turns])
+        said: Any = json.loads(path.read_text("utf-8"))
+        return ScriptedModel([_turn(**turn) for turn in said])
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ConfigurationFault(
             f"{path} is no script.",
@@ -70,8 +90,8 @@ def _scripted(path: Path) -> Model:
 
 def _turn(text: Any = "", calls: Any = ()) -> Turn:
     turn = scripted_turn(text, calls)
-    if not all(isinstance(word, str) for word in (text, *(w for call in turn.calls for w in (call.id, call.name)))):
-        raise TypeError("a text, an id and a name are strings")
+    if not is_turn(turn):
+        raise TypeError(f"a text, a name or an id is none in {turn!r}"[:200])
     return turn
 
 
@@ -84,7 +104,7 @@ def _live(settings: AssistantSettings, watch: Watch) -> Model:
             inspect=FILE_NAME,
             next_command=f'add [assistant] with model = "NAME" to {FILE_NAME}, or try it with --script FILE',
         )
-    key = os.environ.get(settings.key_env, "").strip()
+    key = os.environ.pop(settings.key_env, "").strip()  # no tool, and no program that one starts, inherits it
     if not key:
         raise ConfigurationFault(
             "There is no key to ask the model with.",

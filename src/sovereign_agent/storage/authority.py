@@ -70,18 +70,7 @@ def read_marker(path: Path) -> str:
     Raises AuthorityLost, ``marker_missing``, ``_empty``, ``_torn``, ``_foreign``, ``_not_a_file``, ``_link`` or
     ``_unreadable``: nothing but a regular file of one whole epoch and a newline is a marker.
     """
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            regular = stat.S_ISREG(os.fstat(file).st_mode)
-            content = os.read(file, _LONGEST_BYTES) if regular else b""  # a pipe could say anything, or nothing
-        finally:
-            os.close(file)
-    except OSError as error:
-        category, why = _OPENING.get(error.errno or 0, ("marker_unreadable", str(error.strerror)))
-        raise _unavailable(path, category, why) from error
-    if not regular:
-        raise _unavailable(path, "marker_not_a_file", "it is a folder, a pipe or a device")
+    content = _content(path)
     if _EPOCH.fullmatch(content):
         return content[:-1].decode()
     if not content:
@@ -89,6 +78,23 @@ def read_marker(path: Path) -> str:
     if _EPOCH.fullmatch(content + _ANY[len(content) :]):
         raise _unavailable(path, "marker_torn", "only the beginning of an epoch is left in it")
     raise _unavailable(path, "marker_foreign", "what is in it is no epoch")
+
+
+def _content(path: Path) -> bytes:
+    """The beginning of a regular file. Raises AuthorityLost for what is none: a pipe could say anything, or nothing."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            regular = stat.S_ISREG(os.fstat(file).st_mode)
+            content = os.read(file, _LONGEST_BYTES) if regular else b""
+        finally:
+            os.close(file)
+    except OSError as error:
+        category, why = _OPENING.get(error.errno or 0, ("marker_unreadable", str(error.strerror)))
+        raise _unavailable(path, category, why) from error
+    if not regular:
+        raise _unavailable(path, "marker_not_a_file", "it is a folder, a pipe or a device")
+    return content
 
 
 def write_marker(path: Path, epoch: str) -> None:
@@ -266,9 +272,9 @@ def require_progress(connection: Connection) -> str:
     newest = connection.execute("SELECT COALESCE(max(seq), 0) FROM events").rows[0][0]
     epoch = control(connection).epoch
     try:
-        seen_in, seen = place.read_text().split() if place.exists() else ("", "0")
+        seen_in, seen = _content(place).decode().split() if os.path.lexists(place) else ("", "0")
         gone = int(seen) - newest if seen_in == epoch else 0
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise _unavailable(place, "marker_unreadable", str(error)) from error
     if gone > 0:
         raise LedgerUnavailable(

@@ -17,12 +17,14 @@ follows it, a commit too, is refused, because an engine may have ended the trans
 from __future__ import annotations
 
 import os
+import re
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -38,6 +40,11 @@ from sovereign_agent.errors import (
 
 Value = str | int | float | bytes | None
 SMALLEST, GREATEST = -(2**63), 2**63 - 1
+
+_NO_CODE = re.compile(r"""'[^']*'|"[^"]*"|--[^\n]*|/\*.*?\*/""", re.DOTALL)
+_BOUND_OF_A_TRANSACTION = re.compile(
+    r"^END\b|(?:^|;)\s*(?:BEGIN|START|COMMIT|ROLLBACK|ABORT|SAVEPOINT|RELEASE|PREPARE)\b"
+)
 
 
 class Row(Protocol):
@@ -104,7 +111,7 @@ class Transaction:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self._connection.commit()
+            self._connection.commit(self)
         else:
             self._connection.rollback(self)
 
@@ -128,14 +135,17 @@ class Connection(ABC):
     def execute(self, sql: str, params: Sequence[Value] = ()) -> Result:
         """Run one statement. Outside a transaction it commits by itself.
 
-        Raises IllegalMove for a parameter no engine can hold, ConstraintBroken, Contention,
-        LedgerUnavailable; LedgerFault when the transaction it belongs to is no longer open.
+        Raises IllegalMove for a parameter no engine can hold and for words that begin or end a transaction,
+        ConstraintBroken, Contention, LedgerUnavailable; LedgerFault when the transaction it belongs to is no longer
+        open.
         """
         if self._owner is None or self._owner() is None:
             self._require_usable()
+            _refuse_bounds(sql)
             return self._run(sql, bind(params))
         self._require_open()
         try:
+            _refuse_bounds(sql)
             return self._run(sql, bind(params))
         except BaseException as error:
             self._first_error = error
@@ -170,8 +180,10 @@ class Connection(ABC):
             self._undo()
             raise
 
-    def commit(self) -> None:
-        """Make the transaction durable, or raise: it never answers for a commit that did not happen."""
+    def commit(self, owner: Transaction) -> None:
+        """Make `owner`'s transaction durable, or raise: it never answers for a commit that did not happen."""
+        if self._owner is not None and self._owner() is not owner:
+            raise _not_yours()
         try:
             self._require_open()
             self._commit()
@@ -271,6 +283,23 @@ def refuse_fork(pid: int) -> None:
             why="A child that used its parent's connection would tear the ledger.",
             next_command="open a new Database in the child",
         )
+
+
+@lru_cache(maxsize=1024)
+def _refuse_bounds(sql: str) -> None:
+    """Raise IllegalMove for a statement that begins or ends a transaction: whoever opened it could not undo it then."""
+    code = _NO_CODE.sub("", sql).strip().upper()
+    if _BOUND_OF_A_TRANSACTION.search(code) and not code.startswith(("CREATE", "DO ")):  # those hold words of their own
+        raise _not_yours()
+
+
+def _not_yours() -> IllegalMove:
+    return IllegalMove(
+        "A transaction is not begun or ended in this way.",
+        category="transaction_nested",
+        why="What was written so far would be committed, or gone, without whoever opened the transaction.",
+        next_command="use the one that is open, or Database.transaction()",
+    )
 
 
 def bind(params: Sequence[Value]) -> tuple[Value, ...]:

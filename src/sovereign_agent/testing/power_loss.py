@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from sovereign_agent import assistant_service, assistant_work, configuration, fencing, relay
-from sovereign_agent.database import LEDGER_NAME, Connection, Database, sqlite_backup
+from sovereign_agent.database import LEDGER_NAME, Connection, Database, Transaction, sqlite_backup
 from sovereign_agent.errors import SovereignError
 from sovereign_agent.organization import Organization
 from sovereign_agent.records import Receipt, ReceiptStatus, new_id
@@ -202,8 +202,8 @@ def _commits_told(ledger: Path, listener: Generator[None, Rows]) -> Generator[No
     """Send the ledger's rows to `listener` whenever a commit to it has returned."""
     commit, replace_content = Connection.commit, sqlite_backup.replace_content
 
-    def committed(self: Connection) -> None:
-        commit(self)
+    def committed(self: Connection, owner: Transaction) -> None:
+        commit(self, owner)
         if self.authority == ledger.with_suffix(".authority"):
             listener.send(rows_of(ledger))
 
