@@ -1,12 +1,11 @@
 """Hold each clause of each compare-and-set to a mutation: a clause that no mutation takes away is there on trust.
 
-A write of the fence is as good as its WHERE: each condition in it was put there against some loss of authority. So for
-each condition of each UPDATE, DELETE and upsert of the files below, and of the reads that decide, scripts/mutations.toml
-must have an entry that changes this condition and no other. A condition that no test could miss stands in EQUIVALENT,
-with the reason.
+A write of the fence is as good as its WHERE: each condition in it was put there against some loss of authority. So each
+condition of each UPDATE, DELETE and upsert of the files below, and of the reads that decide, needs an entry of
+scripts/mutations.toml that changes it and no other. One that no test could miss stands in EQUIVALENT, with the reason.
 
-This runs nothing: scripts/mutate.py shows that the entries are killed. Conditions are told apart by their function, how
-deep they stand in brackets, and their text; one that holds a query of its own is judged by the conditions of that query.
+This runs nothing: scripts/mutate.py shows that the entries are killed. Conditions are told apart by their function, by
+how deep they stand in brackets, and by their text; one that holds a query of its own is judged by that query's.
 """
 
 from __future__ import annotations
@@ -37,9 +36,11 @@ READS = {
 """The files of the fence, and the functions in each whose SELECT decides over authority."""
 
 ONE_ROW = "the table has one row, which its schema holds"
-TOLD_BY_TOKEN = "a token is in one row only, and its expiry is never changed under it"
+SAID_BY_CLAIM = "a token is in one row only, and its expiry is never changed under it"
 POINTER_SAYS = "the schema holds that a pointer stands in a RUNNING assignment and in no other"
-NAMED_BY_SEQ = "w.seq names only such rows; PostgreSQL asks it again of a row that changed just then, which no test times"
+NAMED_BY_SEQ = (
+    "w.seq names only such rows; PostgreSQL asks it again of a row that changed just then, which no test times"
+)
 EQUIVALENT = {
     ("fencing.py", "admitted_token", "id = 1"): ONE_ROW,
     ("fencing.py", "advance_tokens", "id = 1"): ONE_ROW,
@@ -49,7 +50,7 @@ EQUIVALENT = {
     ("fencing.py", "acquire_execution_attempt", "assignment_id = ?"): "it makes active_attempt look, which decides",
     ("fencing.py", "acquire_execution_attempt", "status = 'ACTIVE'"): "it makes active_attempt look, which decides",
     ("relay.py", "claim", "recipient = ?"): "a recipient is never changed, and _addressed has compared it",
-    ("relay.py", "_sweep", "id = ?"): TOLD_BY_TOKEN,
+    ("relay.py", "_sweep", "id = ?"): SAID_BY_CLAIM,
     ("outcomes.py", "reproject_outcome", "state = ?"): "the row has been locked since it was read",
     ("outcomes.py", "start_assignment", "current_execution_attempt IS NULL"): POINTER_SAYS,
     ("outcomes.py", "hand_over_assignment", "state = 'RUNNING'"): POINTER_SAYS,
@@ -62,7 +63,11 @@ EQUIVALENT = {
     ("assistant_work.py", "_heads", "status = 'READY'"): "it makes _give_back look, which decides",
     ("assistant_work.py", "_heads", "available_at > 0"): "it makes _give_back look, which decides",
     ("assistant_work.py", "_take", "status = 'READY'"): "the row has been locked since it was read",
-    ("assistant_work.py", "_settle", "d.parent_id = assistant_work.id"): "it makes _settle look for children, by parent",
+    (
+        "assistant_work.py",
+        "_settle",
+        "d.parent_id = assistant_work.id",
+    ): "it makes _settle look for children, by parent",
 }
 """(file, function, condition) -> why nothing would go otherwise without it."""
 
@@ -74,7 +79,7 @@ WORD = re.compile(r"[()]|\bBETWEEN\b|\bAND\b|\bOR\b|\b(?:RETURNING|ORDER BY|LIMI
 
 @dataclass(frozen=True, slots=True)
 class Clause:
-    """One condition. Two of the same function, depth and text are the same to a reader, and told apart by their order."""
+    """One condition. Two that are alike in all of this are told apart by their order."""
 
     function: str
     depth: int
@@ -82,6 +87,7 @@ class Clause:
 
 
 Located = tuple[int, Clause]  # the line that its statement begins on
+
 
 def main() -> int:
     """Print what is wrong, or one line when nothing is."""

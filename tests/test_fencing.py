@@ -1349,7 +1349,7 @@ def test_a_move_that_a_state_does_not_allow_is_refused_and_changes_nothing(db: D
     terms = {"actor_id": ACTOR, "planner_id": "master", "workspace_policy": "persistent", "maximum_seconds": 1}
     assert said(outcomes.cancel_created_assignment, called_off.id, actor="master") == "done"
     assert said(outcomes.create_assignment, sow_id=sow.id, **terms) == "done"
-    waiting = outcomes.assignments_of(db.connection, sow.id)[-1]
+    (waiting,) = [a for a in outcomes.assignments_of(db.connection, sow.id) if a.state is AssignmentState.CREATED]
     before = [rows(db, table) for table in ("outcomes", "sows", "assignments", "acceptances")]
     for move, *args in (
         (outcomes.activate_outcome, sow.outcome_id),
@@ -1376,7 +1376,9 @@ def test_an_outcome_is_given_up_whatever_goes_on_for_another_and_never_twice(db:
     assert sorted(row["state"] for row in rows(db, "outcomes")) == ["ACTIVE", "CANCELED"]
 
 
-def test_an_attempt_that_has_ended_is_not_renewed_and_is_not_the_one_that_runs(db: Database, clock: ManualClock) -> None:
+def test_an_attempt_that_has_ended_is_not_renewed_and_is_not_the_one_that_runs(
+    db: Database, clock: ManualClock
+) -> None:
     lost = run_of(db, clock, ttl=TICK)
     clock.advance(TICK)
     lease = fencing.current_actor_lease(db, ACTOR)
