@@ -1,12 +1,11 @@
 """Hold each clause of each compare-and-set to a mutation: a clause that no mutation takes away is there on trust.
 
-A write of the fence is as good as its WHERE: each condition in it was put there against some loss of authority. So for
-each condition of each UPDATE, DELETE and upsert of the files below, and of the reads that decide, mutations.toml
-must have an entry that changes this condition and no other. A condition that no test could miss stands in EQUIVALENT,
-with the reason.
+A write of the fence is as good as its WHERE: each condition in it was put there against some loss of authority. So each
+condition of each UPDATE, DELETE and upsert of the files below, and of the reads that decide, needs an entry of
+scripts/mutations.toml that changes it and no other. One that no test could miss stands in EQUIVALENT, with the reason.
 
 This runs nothing: scripts/mutate.py shows that the entries are killed. Conditions are told apart by their function, by
-how deep they stand in brackets, and by their text; one that holds a query is judged by the conditions of that query.
+how deep they stand in brackets, and by their text; one that holds a query of its own is judged by that query's.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ READS = {
 """The files of the fence, and the functions in each whose SELECT decides over authority."""
 
 ONE_ROW = "the table has one row, which its schema holds"
-ONE_HOLDER = "a token is in one row only, and its expiry is never changed under it"
+SAID_BY_CLAIM = "a token is in one row only, and its expiry is never changed under it"
 POINTER_SAYS = "the schema holds that a pointer stands in a RUNNING assignment and in no other"
 NAMED_BY_SEQ = (
     "w.seq names only such rows; PostgreSQL asks it again of a row that changed just then, which no test times"
@@ -51,7 +50,7 @@ EQUIVALENT = {
     ("fencing.py", "acquire_execution_attempt", "assignment_id = ?"): "it makes active_attempt look, which decides",
     ("fencing.py", "acquire_execution_attempt", "status = 'ACTIVE'"): "it makes active_attempt look, which decides",
     ("relay.py", "claim", "recipient = ?"): "a recipient is never changed, and _addressed has compared it",
-    ("relay.py", "_sweep", "id = ?"): ONE_HOLDER,
+    ("relay.py", "_sweep", "id = ?"): SAID_BY_CLAIM,
     ("outcomes.py", "reproject_outcome", "state = ?"): "the row has been locked since it was read",
     ("outcomes.py", "start_assignment", "current_execution_attempt IS NULL"): POINTER_SAYS,
     ("outcomes.py", "hand_over_assignment", "state = 'RUNNING'"): POINTER_SAYS,
@@ -80,7 +79,7 @@ WORD = re.compile(r"[()]|\bBETWEEN\b|\bAND\b|\bOR\b|\b(?:RETURNING|ORDER BY|LIMI
 
 @dataclass(frozen=True, slots=True)
 class Clause:
-    """One condition. Two of the same function, depth and text are told apart by their order."""
+    """One condition. Two that are alike in all of this are told apart by their order."""
 
     function: str
     depth: int

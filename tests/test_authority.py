@@ -348,6 +348,13 @@ def test_nothing_resumes_while_ledger_and_marker_do_not_agree(db: Database, trou
     assert authority.control(db.connection).paused
 
 
+@pytest.mark.parametrize("digit", ["0", "f"])
+def test_a_marker_of_any_other_epoch_closes_the_door(db: Database, clock: ManualClock, digit: str) -> None:
+    db.authority.write_text(f"epoch_{digit * 32}\n")
+    assert answer(fencing.acquire_actor_lease, db, "actor", "proc_red", clock=clock) == "epoch_replaced"
+    assert rows(db, "actor_leases") == []
+
+
 @pytest.mark.parametrize("other", [{"epoch": EPOCH}, {"paused": True}, {"restoring": "restore_1"}], ids=str)
 def test_a_change_to_the_control_row_needs_the_row_that_was_seen(db: Database, other: dict[str, Any]) -> None:
     seen = authority.control(db.connection)
@@ -578,7 +585,6 @@ def test_hazard_91_no_clock_that_is_set_back_renews_an_attempt_beyond_its_revoca
     assert [one.id for one in fencing.expired_execution_attempts(db, clock)] == [attempt.id]
 
 
-@pytest.mark.parametrize("engine", ["postgresql"])
 def test_a_new_epoch_says_nothing_new_of_when_an_attempt_ran_out_that_had(db: Database, clock: ManualClock) -> None:
     attempt = run_of(db, clock, ttl=timedelta(minutes=1))
     clock.advance(timedelta(hours=1))
@@ -586,6 +592,7 @@ def test_a_new_epoch_says_nothing_new_of_when_an_attempt_ran_out_that_had(db: Da
     assert [row["expires_at"] for row in rows(db, "execution_attempts")] == [micros(attempt.expires_at)]
 
 
+@pytest.mark.parametrize("engine", ["postgresql"])
 def test_an_adoption_that_meets_a_new_epoch_leaves_ledger_and_marker_of_one_epoch(db: Database, location: Any) -> None:
     told: list[str] = []
     write = authority.write_marker

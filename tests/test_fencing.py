@@ -1349,7 +1349,7 @@ def test_a_move_that_a_state_does_not_allow_is_refused_and_changes_nothing(db: D
     terms = {"actor_id": ACTOR, "planner_id": "master", "workspace_policy": "persistent", "maximum_seconds": 1}
     assert said(outcomes.cancel_created_assignment, called_off.id, actor="master") == "done"
     assert said(outcomes.create_assignment, sow_id=sow.id, **terms) == "done"
-    waiting = outcomes.assignments_of(db.connection, sow.id)[-1]
+    (waiting,) = [a for a in outcomes.assignments_of(db.connection, sow.id) if a.state is AssignmentState.CREATED]
     before = [rows(db, table) for table in ("outcomes", "sows", "assignments", "acceptances")]
     for move, *args in (
         (outcomes.activate_outcome, sow.outcome_id),

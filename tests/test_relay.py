@@ -130,6 +130,15 @@ def test_an_unaddressed_actor_may_not_claim_and_cannot_settle(db: Database, cloc
     assert answer(relay.claim, db, message.id, "another", clock=clock) == "authority_refusal"
 
 
+def test_a_message_is_given_to_nobody_whose_name_comes_before_or_behind_its_recipients(
+    db: Database, clock: ManualClock
+) -> None:
+    message = sent(db, clock)
+    for actor in ("", "a", ACTOR.upper(), f"{ACTOR}-2", "zed"):
+        assert answer(relay.claim, db, message.id, actor, clock=clock) == "authority_refusal"
+    assert relay.get_message(db, message.id) == message
+
+
 @pytest.mark.parametrize("end", ["complete", "dead_letter"])
 def test_what_is_settled_is_never_claimed_again(db: Database, clock: ManualClock, end: str) -> None:
     message = claimed(db, clock)

@@ -811,6 +811,86 @@ def test_a_restore_interrupted_just_after_it_has_begun_can_be_finished(
     assert subjects(db) == ["kept"]
 
 
+def test_a_restore_that_another_change_has_overtaken_changes_nothing(
+    db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = backed_up(db, tmp_path)
+    with monkeypatch.context() as patch:
+        _preceded(patch, "_mark", lambda: assistant_service.pause(db, "me", "why"))
+        assert answer(assistant_service.restore, db, source) == "control_overtaken"
+    assert (subjects(db), authority.control(db.connection).restoring) == (["kept", "later"], "")
+    assert answer(assistant_service.restore, db, source) == "done"
+
+
+def test_a_restore_that_tokens_have_overtaken_changes_nothing(
+    location: Any, clock: ManualClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger's tokens were begun by a clock far ahead, so only the counter itself tells what has been minted."""
+    with closing(location.open(clock=clock)) as db:
+        clock.advance(timedelta(days=1))
+        assistant_service.new_epoch(db, "me", "why")
+        assistant_service.resume(db, "me", "why")
+        clock.advance(timedelta(days=-1))
+        source = backed_up(db, tmp_path)
+        with monkeypatch.context() as patch:
+            for each in ("one", "two"):
+                _preceded(patch, "_mark", partial(fencing.acquire_actor_lease, db, each, "proc_red", clock=clock))
+            assert answer(assistant_service.restore, db, source) == "control_overtaken"
+        assert authority.control(db.connection).restoring == ""
+        assert answer(assistant_service.restore, db, source) == "done"
+
+
+def test_a_finish_that_another_has_overtaken_keeps_the_safety_copy_as_it_is(
+    location: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db = _unfinished(location, tmp_path, "the marker")
+    other = partial(killed_in_a_process, _die_at, "the content", "after", "finish_restore", location.root)
+    with monkeypatch.context() as patch:
+        _preceded(patch, "_put", other)
+        assert answer(assistant_service.finish_restore, db) == "control_overtaken"
+    _roll_back_to_the_end(db)
+
+
+def test_a_finish_that_finds_the_content_in_place_leaves_the_safety_copy_alone(location: Any, tmp_path: Path) -> None:
+    db = _unfinished(location, tmp_path, "the content")
+    copy = assistant_service.finish_restore(db).safety_copy
+    db.close()
+    assert copy
+    with closing(Database(copy, create=False, authority_required=False)) as replaced:
+        assert subjects(replaced) == ["kept", "later"]
+
+
+def test_no_restore_begins_over_one_that_is_unfinished(location: Any, tmp_path: Path) -> None:
+    db = _unfinished(location, tmp_path, "the pause")
+    before = authority.control(db.connection)
+    assert answer(assistant_service.restore, db, tmp_path / "backup.db") == "restore_unfinished"
+    assert authority.control(db.connection) == before
+    _roll_back_to_the_end(db)
+
+
+def test_a_finish_that_another_has_overtaken_does_not_pause_what_was_resumed(
+    location: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def another() -> None:
+        assert _go_on(location.root, "finish_restore") == "done"
+        with closing(location.open()) as other:
+            assistant_service.resume(other, "me", "why")
+
+    db = _unfinished(location, tmp_path, "the content")
+    with monkeypatch.context() as patch:
+        close = getattr(assistant_service, "_close")  # noqa: B009
+
+        def overtaken(*args: Any, **options: Any) -> Any:
+            patch.setattr(assistant_service, "_close", close)
+            another()
+            return close(*args, **options)
+
+        patch.setattr(assistant_service, "_close", overtaken)
+        assert answer(assistant_service.finish_restore, db) == "control_overtaken"
+    assert not authority.control(db.connection).paused
+    db.close()
+
+
 @pytest.mark.parametrize("engine", ["postgresql"])
 def test_on_postgresql_backup_and_restore_name_its_own_tools(location: Any, tmp_path: Path, engine: str) -> None:
     db = location.open()
