@@ -134,6 +134,16 @@ def test_a_run_whose_attempt_was_not_taken_is_not_begun_and_can_be_repeated_at_o
     assert worker.run_assignment(assignment).status is ReceiptStatus.COMPLETED
 
 
+def test_a_run_that_has_begun_waits_for_a_ledger_that_cannot_tell_it_what_to_do(
+    worker: Organization, proxy: Proxy, assignment: str, db: Database
+) -> None:
+    sprung = proxy.lose(Loss.CONNECTION, "FROM rulings")
+    receipt = worker.run_assignment(assignment)
+    requires(sprung)
+    assert receipt.failure_category == ""
+    assert facts(db, assignment) == FINISHED
+
+
 def test_an_attempt_of_another_call_of_the_same_process_is_not_taken_for_ones_own(
     worker: Organization, org: Organization, proxy: Proxy, assignment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

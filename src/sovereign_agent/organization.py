@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from sovereign_agent import configuration, fencing, journal, outcomes, providers, relay, runs, verdicts, workspace
-from sovereign_agent.clock import Clock
+from sovereign_agent.clock import Clock, monotonic
 from sovereign_agent.configuration import Act, ActorSettings, ProviderSettings, Settings, resolve_reference
 from sovereign_agent.database import LEDGER_NAME, Connection, Database
 from sovereign_agent.errors import ConfigurationFault, IllegalMove, PolicyRefusal, wrong_length, wrong_state
@@ -303,10 +303,15 @@ class Organization:
     def _propose(
         self, assignment: Assignment, settings: ProviderSettings, attempt: ExecutionAttempt, leash: Leash
     ) -> Proposal:
+        until = monotonic() + self.settings.authority.execution_attempt_seconds
+        envelope = runs.patiently(partial(self._envelope, assignment, attempt), until)
+        return invoke_actor(settings, envelope, workspace.allocate(self.root, attempt.id), leash)
+
+    def _envelope(self, assignment: Assignment, attempt: ExecutionAttempt) -> Envelope:
         connection = self.db.connection
         sow = outcomes.get_sow(connection, assignment.sow_id)
         outcome = outcomes.get_outcome(connection, sow.outcome_id)
-        envelope = Envelope(
+        return Envelope(
             assignment_id=assignment.id,
             attempt_id=attempt.id,
             actor_id=assignment.actor_id,
@@ -314,7 +319,6 @@ class Organization:
             sow=SowBrief(id=sow.id, scope=sow.scope, required_effect_kind=sow.required_effect_kind),
             rulings=tuple(ruling.decision for ruling in outcomes.rulings_of(connection, sow.id)),
         )
-        return invoke_actor(settings, envelope, workspace.allocate(self.root, attempt.id), leash)
 
     def record_effect(
         self, connection: Connection, assignment_id: str, kind: str, detail: dict[str, Any], recorded_by: str

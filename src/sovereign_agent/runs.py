@@ -19,7 +19,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sovereign_agent import fencing, journal, outcomes, workspace
 from sovereign_agent.clock import monotonic
@@ -48,6 +48,8 @@ from sovereign_agent.records import (
     ReceiptStatus,
     new_id,
 )
+
+T = TypeVar("T")
 
 ENDED_RUN_PATIENCE_SECONDS = 60.0
 """How long a finished run waits for a busy or unreachable ledger before it gives its result up for lost."""
@@ -238,16 +240,13 @@ class Host:
 
     def _taken_by(self, call: str, assignment_id: str, *, until: float) -> ExecutionAttempt | None:
         """The attempt that a call of ours took, though no answer came. Waits for the ledger, but not beyond `until`."""
-        while True:
-            try:
-                with self._db.immediate() as connection:  # alone: a commit that is still under way is waited for
-                    held = fencing.active_attempt(connection, assignment_id)
-            except (Contention, LedgerUnavailable) as error:
-                if monotonic() > until or error.category == "ledger_closed":
-                    raise
-                time.sleep(PAUSE_SECONDS)
-            else:
-                return held if held and held.process.get("call") == call else None
+
+        def look() -> ExecutionAttempt | None:
+            with self._db.immediate() as connection:  # alone: a commit that is still under way is waited for
+                return fencing.active_attempt(connection, assignment_id)
+
+        held = patiently(look, until)
+        return held if held and held.process.get("call") == call else None
 
     def _end(self, root: Path, assignment: Assignment, keeper: Keeper, receipt: Receipt) -> Receipt:
         """End one's own run: the terminal write, and only then what follows on disk. Raises as `finish` does.
@@ -305,12 +304,19 @@ def finish(
     Repeated while the ledger is busy or out of reach, because hours of work may hang on it. Raises AuthorityLost
     (``execution_attempt_lost``, ``actor_lease_lost``), and Contention or LedgerUnavailable at the end of patience.
     """
-    deadline = monotonic() + patience_seconds
+    return patiently(lambda: _finish_once(db, attempt, receipt), monotonic() + patience_seconds)
+
+
+def patiently(act: Callable[[], T], until: float) -> T:
+    """Repeat `act` while the ledger is busy or out of reach, but not beyond `until` (monotonic).
+
+    Raises Contention, LedgerUnavailable then.
+    """
     while True:
         try:
-            return _finish_once(db, attempt, receipt)
+            return act()
         except (Contention, LedgerUnavailable) as error:
-            if monotonic() > deadline or error.category == "ledger_closed":
+            if monotonic() > until or error.category == "ledger_closed":
                 raise
             time.sleep(PAUSE_SECONDS)
 

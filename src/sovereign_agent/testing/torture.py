@@ -71,14 +71,14 @@ DOOMED, DOOMED_AGAIN = 0.85, 0.35
 SELF_KILLERS = 0.1
 """How many of the living kill themselves after any statement."""
 
-HARDLY_TRIED = 0.4
-"""How many of the other workers find their ledger full or read-only for a while."""
-
 LATEST_STATEMENT = 150
 """The last ledger statement after which they do."""
 
+HARDLY_TRIED = 0.4
+"""How many of the workers that are not to die at a point find their ledger full or read-only for a while."""
+
 OVERTIME_SECONDS = 20.0
-"""How much longer it may go on while there is a crash point that nobody has died at."""
+"""How much longer it may go on while there is a crash point or a hardship that nobody has met."""
 
 PATIENCE_SECONDS = 15.0
 """How long the living get to end when the time is up."""
