@@ -1,4 +1,4 @@
-"""Hold the package to its budget: 50 modules, 8,500 code lines and 30 root exports, and no file over 400 code lines.
+"""Hold the package to its budget: 50 modules, 8,650 code lines and 30 root exports, and no file over 400 code lines.
 
 A code line carries at least one token that is neither a comment nor part of a docstring, and is not blank, so
 explaining more never costs budget. A file without such a line is no module: there is nothing in it to understand. The
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_MODULES = 50
-MAX_CODE_LINES = 8_500
+MAX_CODE_LINES = 8_650
 MAX_ROOT_EXPORTS = 30
 MAX_FILE_CODE_LINES = 400
 WINGS = ("commands", "console", "testing")

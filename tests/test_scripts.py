@@ -91,9 +91,9 @@ def test_a_file_that_only_explains_is_no_module(package):
 
 def test_one_code_line_more_than_the_budget_is_too_many(package):
     for number in range(22):
-        put(package, f"src/sovereign_agent/room{number}.py", "a = 1\n" * (400 if number else 99))
+        put(package, f"src/sovereign_agent/room{number}.py", "a = 1\n" * (400 if number else 249))
     passes("verify_source_budget.py", package)
-    put(package, "src/sovereign_agent/room0.py", "a = 1\n" * 100)
+    put(package, "src/sovereign_agent/room0.py", "a = 1\n" * 250)
     assert "OVER" in fails("verify_source_budget.py", package)
 
 
