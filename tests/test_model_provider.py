@@ -580,9 +580,12 @@ def test_the_settings_of_a_model_have_limits_that_nobody_has_to_write():
 def test_doctor_says_whether_a_model_could_be_asked_and_shows_no_key(shop, monkeypatch, key, installed, verdict):
     monkeypatch.setenv("SHOP_KEY", key)
     monkeypatch.setattr(model, "is_installed", lambda: installed)
+    path = shop.root / "sovereign.toml"
+    path.write_text(f'{path.read_text()}\n[assistant]\nmodel = "gpt-5.1"\nkey_env = "SHOP_KEY"\n')
     findings = check_up(shop.root)
-    [found] = [each for each in findings if each.found.startswith("thinker:")]
     words = {True: "yes", False: "no"}
-    assert found.found == f"thinker: openai package installed: {words[installed]}, SHOP_KEY set: {words[bool(key)]}"
-    assert (found.verdict, bool(found.mend)) == (verdict, verdict == "warn")
+    told = f"openai package installed: {words[installed]}, SHOP_KEY set: {words[bool(key)]}"
+    found = [each for each in findings if each.found.endswith(told)]
+    assert [(each.subject, each.found) for each in found] == [("provider", f"thinker: {told}"), ("assistant", told)]
+    assert {(each.verdict, bool(each.mend)) for each in found} == {(verdict, verdict == "warn")}
     assert KEY not in repr(findings)

@@ -997,7 +997,7 @@ def test_a_killed_service_is_seen_as_stale_and_forgotten_after_a_day(db: Databas
     killed.beat()
     (seen,) = heartbeat.services(db.connection)
     assert seen.verdict == "ALIVE"
-    db.connection.execute("UPDATE services SET last_poll = last_poll - ?", (3_600 * 1_000_000,))
+    db.connection.execute("UPDATE services SET last_poll = last_poll - ?", (21 * 1_000_000,))
     heartbeat.Presence(db, "supervisor", "proc_new").beat()
     assert [(one.kind, one.verdict) for one in heartbeat.services(db.connection)] == [
         ("supervisor", "ALIVE"),

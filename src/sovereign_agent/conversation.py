@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sovereign_agent import assistant_work, effects, tool_dispatch
+from sovereign_agent import assistant_work, effects, heartbeat, tool_dispatch
 from sovereign_agent.agent_loop import Limits, LoopResult, LoopStatus, Message, Model, run_loop, tool_message
 from sovereign_agent.assistant_work import Claim
 from sovereign_agent.clock import monotonic
@@ -88,10 +88,13 @@ def kept(
     over, until = threading.Event(), monotonic() + seconds
 
     def keep() -> None:
+        renew_at = monotonic() + ttl / RENEWALS
         try:
-            while not over.wait(ttl / RENEWALS) and monotonic() < until:
-                with suppress(Contention, LedgerUnavailable):
-                    assistant_work.renew(db, claim, ttl)
+            while not over.wait(min(ttl / RENEWALS, heartbeat.BEAT_SECONDS)) and monotonic() < until:
+                if monotonic() >= renew_at:
+                    with suppress(Contention, LedgerUnavailable):
+                        assistant_work.renew(db, claim, ttl)
+                        renew_at = monotonic() + ttl / RENEWALS
                 beat()
         except SovereignError as refusal:
             watch.lost = refusal

@@ -27,7 +27,7 @@ MAX_SOURCE_CHARACTERS = 100
 BEAT_SECONDS = 5.0
 """How often a service that has nothing else to tell writes its row."""
 
-SERVICE_STALE = timedelta(minutes=2)
+SERVICE_STALE = 4 * timedelta(seconds=BEAT_SECONDS)
 SERVICE_FORGOTTEN = timedelta(days=1)
 SERVICES_SHOWN = 100
 

@@ -23,6 +23,7 @@ from sovereign_agent.commands.printing import plain
 from sovereign_agent.configuration import (
     AgentSettings,
     CommandSettings,
+    EndpointSettings,
     ModelSettings,
     ProviderSettings,
     ScriptedSettings,
@@ -74,6 +75,8 @@ def check_up(root: Path) -> list[Finding]:
         settings = configuration.load(root)
         findings.append(Finding("settings", Verdict.OK, str(root.resolve() / configuration.FILE_NAME)))
         findings += _providers(root, settings)
+        if settings.assistant.model:
+            findings.append(_model("assistant", "", settings.assistant))
         with closing(Organization(root, read_only=True)) as org:
             findings += _ledger(org)
     except SovereignError as error:
@@ -98,7 +101,7 @@ def _providers(root: Path, settings: Settings) -> Iterator[Finding]:
     """Whether the program of each provider is there, as a run would look for it, and so is the user it runs as."""
     for name, provider in settings.providers.items():
         if isinstance(provider, ModelSettings):
-            yield _model(name, provider)
+            yield _model("provider", f"{name}: ", provider)
             continue
         program = _program(provider)
         place = os.path.normpath(root.resolve() / RUN_FOLDER / program) if "/" in program else program
@@ -112,14 +115,14 @@ def _providers(root: Path, settings: Settings) -> Iterator[Finding]:
             yield Finding("provider", Verdict.OK, f"{name}: {found}")
 
 
-def _model(name: str, provider: ModelSettings) -> Finding:
+def _model(subject: str, whose: str, endpoint: EndpointSettings) -> Finding:
     """Whether a model could be asked. The endpoint is not, and the key is not shown."""
     said = {True: "yes", False: "no"}
-    installed, is_set = model.is_installed(), model.has_key(provider)
-    told = f"{name}: openai package installed: {said[installed]}, {provider.key_env} set: {said[is_set]}"
-    if lacking := model.obstacle(provider):
-        return Finding("provider", Verdict.WARN, told, f"before a run: {lacking}")
-    return Finding("provider", Verdict.OK, told)
+    installed, is_set = model.is_installed(), model.has_key(endpoint)
+    told = f"{whose}openai package installed: {said[installed]}, {endpoint.key_env} set: {said[is_set]}"
+    if lacking := model.obstacle(endpoint):
+        return Finding(subject, Verdict.WARN, told, f"before a run: {lacking}")
+    return Finding(subject, Verdict.OK, told)
 
 
 def _no_account(provider: ProviderSettings) -> ProviderFault | None:

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from sovereign_agent.configuration import ModelSettings
+from sovereign_agent.configuration import EndpointSettings, ModelSettings
 from sovereign_agent.errors import ProviderFault
 from sovereign_agent.providers import process
 from sovereign_agent.providers.base import PRECEDENCE, Envelope, Proposal, told
@@ -65,12 +65,12 @@ def is_installed() -> bool:
     return importlib.util.find_spec("openai") is not None
 
 
-def has_key(settings: ModelSettings) -> bool:
+def has_key(settings: EndpointSettings) -> bool:
     """Whether the variable that holds a model's key is set here."""
     return bool(os.environ.get(settings.key_env, "").strip())
 
 
-def obstacle(settings: ModelSettings) -> str:
+def obstacle(settings: EndpointSettings) -> str:
     """Why a model cannot be asked from here; empty when nothing is known to be in the way."""
     if not is_installed():
         return "the openai package is not installed (pip install 'sovereign-agent[live]')"
