@@ -866,3 +866,11 @@ def test_a_batch_may_be_as_large_as_its_limit_and_say_all_that_can_be_said(db: D
     assert extras.keys() == work.Extras.__annotations__.keys()
     batch = [(f"mail:{n}", "lucy", PROMPT) for n in range(work.MAX_BATCH)]
     assert answer(work.enqueue_many, db, batch, **extras) == "done"
+
+
+def test_a_claim_may_last_as_long_and_be_of_as_many_as_the_limit_says(db: Database) -> None:
+    claim = held(db)
+    assert answer(work.renew, db, claim, work.MAX_TTL_SECONDS, now=NOW) == "done"
+    assert answer(work.claim_many, db, OWNER, work.MAX_BATCH, ttl=work.MAX_TTL_SECONDS, now=NOW) == "done"
+    assert answer(work.finish_and_claim, db, claim, "DONE", ttl=0, now=NOW) == "out_of_bounds"
+    assert answer(work.finish_and_claim, db, claim, "DONE", ttl=work.MAX_TTL_SECONDS, now=NOW) == "done"
