@@ -852,3 +852,25 @@ def test_an_older_item_of_another_role_does_not_stand_in_front_of_its_session(db
     queued(db, role="research")
     item = queued(db, origin="mail:2")
     assert claimed(db).id == item
+
+
+@pytest.mark.parametrize("digit", ["0", "f"])
+def test_a_marker_of_any_other_epoch_refuses_a_write(db: Database, digit: str) -> None:
+    claim = held(db)
+    db.connection.authority.write_text(f"epoch_{digit * 32}\n")
+    assert answer(work.observe, db, claim, FINDING, now=NOW) == "epoch_replaced"
+
+
+def test_a_batch_may_be_as_large_as_its_limit_and_say_all_that_can_be_said(db: Database) -> None:
+    extras = {"role": "shop", "subject": "tea", "control": True, "available_after": 1.0, "retries": 2, "now": NOW}
+    assert extras.keys() == work.Extras.__annotations__.keys()
+    batch = [(f"mail:{n}", "lucy", PROMPT) for n in range(work.MAX_BATCH)]
+    assert answer(work.enqueue_many, db, batch, **extras) == "done"
+
+
+def test_a_claim_may_last_as_long_and_be_of_as_many_as_the_limit_says(db: Database) -> None:
+    claim = held(db)
+    assert answer(work.renew, db, claim, work.MAX_TTL_SECONDS, now=NOW) == "done"
+    assert answer(work.claim_many, db, OWNER, work.MAX_BATCH, ttl=work.MAX_TTL_SECONDS, now=NOW) == "done"
+    assert answer(work.finish_and_claim, db, claim, "DONE", ttl=0, now=NOW) == "out_of_bounds"
+    assert answer(work.finish_and_claim, db, claim, "DONE", ttl=work.MAX_TTL_SECONDS, now=NOW) == "done"

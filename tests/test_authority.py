@@ -349,10 +349,13 @@ def test_nothing_resumes_while_ledger_and_marker_do_not_agree(db: Database, trou
 
 
 @pytest.mark.parametrize("digit", ["0", "f"])
-def test_a_marker_of_any_other_epoch_closes_the_door(db: Database, clock: ManualClock, digit: str) -> None:
+def test_a_marker_of_any_other_epoch_closes_the_door(
+    db: Database, location: Any, clock: ManualClock, digit: str
+) -> None:
     db.authority.write_text(f"epoch_{digit * 32}\n")
     assert answer(fencing.acquire_actor_lease, db, "actor", "proc_red", clock=clock) == "epoch_replaced"
     assert rows(db, "actor_leases") == []
+    assert refused(location).category == "epoch_replaced"
 
 
 @pytest.mark.parametrize("other", [{"epoch": EPOCH}, {"paused": True}, {"restoring": "restore_1"}], ids=str)
