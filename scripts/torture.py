@@ -31,7 +31,7 @@ DOWN_SECONDS = 1.0
 def main() -> int:
     """Torture each engine, print what happened, and answer 0 when both stood it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=150.0, help="how long the killing goes on, on each engine")
+    parser.add_argument("--seconds", type=float, default=110.0, help="how long the killing goes on, on each engine")
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--engine", choices=("sqlite", "postgresql"), action="append")
     options = parser.parse_args()
