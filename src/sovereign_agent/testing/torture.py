@@ -263,7 +263,7 @@ class Torture:
         return [name for name, count in self._met().items() if not count]
 
     def _make_room(self) -> None:
-        """In overtime: end whoever is not on the way to what nobody has met, where there is such a thing for its role."""
+        """In overtime: end whoever is not on the way to what nobody has met, where its role can meet it."""
         never = self._never_met()
         wanted = {point.step.who for point, count in self.reached.items() if not count} or {"worker"}
         for place in self.cast:
