@@ -30,10 +30,11 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from sovereign_agent.clock import monotonic
@@ -79,6 +80,9 @@ HARDLY_TRIED = 0.4
 
 OVERTIME_SECONDS = 20.0
 """How much longer it may go on while there is a crash point or a hardship that nobody has met."""
+
+LONGEST_WAY = 4_000_000
+"""How long, in microseconds, one that is doomed is waited for in overtime."""
 
 PATIENCE_SECONDS = 15.0
 """How long the living get to end when the time is up."""
@@ -188,7 +192,9 @@ class Torture:
         of_one = [one for one in crash_points.hardships(self.engine) if one is not Hardship.LOCKED]
         self.hardships: Counter[Hardship] = Counter(dict.fromkeys(of_one, 0))
         self.lifetimes: list[Lifetime] = []
+        self.felt: Counter[str] = Counter()
         self.findings: list[str] = []
+        self.stopped = False
         self.cast = [
             *(Place(f"worker {number}", "worker") for number in range(options.workers)),
             *(Place(f"supervisor {number}", "supervisor") for number in range(SUPERVISORS)),
@@ -200,21 +206,22 @@ class Torture:
     def play(self) -> dict[str, Any]:
         """Torture for the time that is given, or until ^C, and answer what was seen."""
         begun = monotonic()
-        handlers = {number: signal.signal(number, signal.default_int_handler) for number in INTERRUPTS}
+        handlers = {number: signal.signal(number, self._stop) for number in INTERRUPTS}
         try:
-            with suppress(KeyboardInterrupt):
-                self._prepare()
-                self._storm(begun + self.options.seconds)
+            self._prepare()
+            self._storm(begun + self.options.seconds)
             seconds = monotonic() - begun
         finally:
-            for number in INTERRUPTS:
-                signal.signal(number, signal.SIG_IGN)  # a second ^C must not leave anybody behind
             self._end_everybody()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         with closing(aftermath.mended(self.root)) as org:
             self.findings += aftermath.findings(org, self.witness)
             return self._report(org, seconds)
+
+    def _stop(self, _number: int, _frame: FrameType | None) -> None:
+        """Handle ^C. Nothing is raised, so nobody can swallow it, and a second one leaves nobody behind."""
+        self.stopped = True
 
     def _prepare(self) -> None:
         workload.prepare(self.root, self.options.ledger, self.dice)
@@ -227,7 +234,7 @@ class Torture:
         """The operator comes when the others have been through their points, or in the second half."""
         operator_comes_at = (monotonic() + ends_at) / 2
         latest = ends_at + OVERTIME_SECONDS
-        while monotonic() < ends_at or (monotonic() < latest and self._never_met()):
+        while not self.stopped and (monotonic() < ends_at or (monotonic() < latest and self._never_met())):
             for place in self.cast:
                 if place.lives_on():
                     if place.wakes_at < monotonic():
@@ -248,18 +255,20 @@ class Torture:
 
     def _met(self) -> dict[str, int]:
         """How often somebody died at each crash point, and felt each hardship."""
-        felt = Counter(str(fact["name"]) for fact in self.witness.told("hardship"))
+        self.felt = Counter(str(fact["name"]) for fact in self.witness.told("hardship"))
         points = {str(point): count for point, count in self.reached.items()}
-        return points | {str(one): felt[one] for one in crash_points.hardships(self.engine)}
+        return points | {str(one): self.felt[one] for one in crash_points.hardships(self.engine)}
 
     def _never_met(self) -> list[str]:
         return [name for name, count in self._met().items() if not count]
 
     def _make_room(self) -> None:
-        """In overtime: end whoever is not on the way to a point that nobody has died at, while there is one."""
+        """In overtime: end whoever is not on the way to what nobody has met, where its role can meet it."""
+        never = self._never_met()
         wanted = {point.step.who for point, count in self.reached.items() if not count} or {"worker"}
         for place in self.cast:
-            on_its_way = place.doom.hardship or (place.doom.point and not self.reached[place.doom.point])
+            began_at = place.lifetime.began_at if place.lifetime else 0
+            on_its_way = str(place.doom.point or place.doom.hardship) in never and _now() < began_at + LONGEST_WAY
             if place.role in wanted and not on_its_way:
                 place.send(signal.SIGKILL)
 
@@ -292,9 +301,9 @@ class Torture:
             self.dice.shuffle(points)
             return Doom(min(points, key=self.reached.__getitem__), times=1 if urgent else self.dice.randint(1, 3))
         if role == "worker" and self.dice.random() < HARDLY_TRIED:
-            hardship = min(self.hardships, key=self.hardships.__getitem__)
+            hardship = min(self.hardships, key=lambda one: (self.felt[one] > 0, self.hardships[one]))
             self.hardships[hardship] += 1
-            return Doom(hardship=hardship, times=self.dice.randint(1, 4), lasts=self.dice.randint(10, 40))
+            return Doom(hardship=hardship, lasts=self.dice.randint(10, 60))
         return Doom()
 
     def _bury(self, place: Place, seconds: float | None = None) -> None:
