@@ -186,7 +186,7 @@ TOML = altered(default_text().encode()) | st.lists(
 
 READERS = {
     **{kind: Reader(a_stream(GOOD[kind]), heard(DIALECTS[kind].read)) for kind in DIALECTS},
-    "model": Reader(hostile(MODEL), heard(lambda event, testimony: read_event({}, event, testimony))),
+    "model": Reader(hostile(MODEL), heard(read_event)),
     "report": Reader(hostile(REPORT) | reworded(json.loads(REPORT)), takes_or_refuses(base.parse_report, ValueError)),
     "reply": Reader(
         hostile(REPLY) | reworded(json.loads(REPLY)),
@@ -254,7 +254,7 @@ def test_the_good_text_that_the_fuzzing_starts_from_is_taken(reader: str, tmp_pa
 
 
 def _finished(kind: str, content: bytes) -> None:
-    told = Stream(DIALECTS[kind].read if kind else lambda event, testimony: read_event({}, event, testimony), Leash())
+    told = Stream(DIALECTS[kind].read if kind else read_event, Leash())
     told.take(content)
     assert not told.seen()
 

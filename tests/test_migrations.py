@@ -345,12 +345,6 @@ def test_a_read_only_ledger_wants_its_extensions_ready_made(db: Database, locati
     reader.close()
 
 
-def test_a_schema_statement_without_an_end_is_a_programming_error(db: Database) -> None:
-    with pytest.raises(ValueError, match="no end"):
-        db.extend("store", [Migration(1, "x", "CREATE TABLE a (b TEXT)", 1)])
-    assert "a" not in db.connection.tables()
-
-
 def test_a_failing_schema_statement_is_a_ledger_fault(db: Database) -> None:
     with pytest.raises(LedgerFault):
         db.extend("store", [Migration(1, "x", "CREATE TABEL a (b TEXT);", 1)])

@@ -870,6 +870,7 @@ def test_a_stopped_worker_is_revoked_without_being_asked_and_its_actor_is_free(
     outcome, sow, assignment = governed_work(org)
     with child(hang_until_told, org.root, assignment.id) as (worker, pipe):
         eventually(lambda: ledger_facts(org.db, assignment.id)["assignment"] == "RUNNING")
+        eventually(lambda: [*org.root.glob(".sovereign/runs/*/.sovereign-out")])  # its folder is made, whole
         os.kill(worker.pid, signal.SIGSTOP)
         try:
             assert org.cancel(assignment.id, "principal-human").state == "CANCELED"

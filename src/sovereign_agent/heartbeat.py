@@ -142,5 +142,6 @@ class Presence:
 
     def leave(self) -> None:
         """Take the row away: the service ends in good order."""
+        self._db.release()  # a signal may have struck in the middle of a statement: that session is not asked again
         with suppress(SovereignError), self._db.transaction() as connection:
             connection.execute("DELETE FROM services WHERE process_identity = ?", (self._who[0],))
