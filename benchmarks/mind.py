@@ -107,13 +107,13 @@ class RawSale(raw.Raw):
         """One transaction."""
         claim, now = self._claim, time.time_ns() // 1000
         self.execute(self._begin)
-        control = self.execute("SELECT epoch, paused FROM assistant_control WHERE id = 1").fetchone()
+        control = self.execute("SELECT paused, epoch FROM assistant_control").fetchone()
         held = self.execute(
             "SELECT expires_at FROM assistant_work WHERE id = ? AND generation = ? AND owner = ? AND epoch = ?"
             " AND status = 'RUNNING'",
             (claim.id, claim.generation, claim.owner, claim.epoch),
         ).fetchone()
-        assert (control[0], control[1]) == (self._marker.read_text().strip(), 0)
+        assert tuple(control) == (0, self._marker.read_text().strip())
         assert held[0] > now
         sale = json.loads(ARGUMENTS)
         self.execute("INSERT INTO sales (sku, quantity) VALUES (?, ?)", (sale["sku"], sale["quantity"]))

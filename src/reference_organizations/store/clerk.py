@@ -24,7 +24,7 @@ HESITANT = "hesitant"
 
 TTL_SECONDS = 2.0
 SYSTEM = (
-    "You help Lucy run her ice cream shop. Read the stock. For each product of which there is less than needed, put the"
+    "You are the assistant of Lucy, who sells ice cream. Look at the stock. Wherever there is less than needed, put the"
     " difference on the shopping list, one call for each product. If you do not know whether a line was written, do not"
     " write it a second time. Then tell Lucy in two sentences what you did."
 )
