@@ -200,11 +200,12 @@ class _Record:
         self.claim = claim
         self.last: Message | None = None
         self._answered: dict[str, tuple[int, Message]] = {}  # by the ids of their calls: the line, and its number
+        self._judged_at = 0
         self._acting: dict[str, str] = {}  # the operations that were let out, by the ids of their calls
 
     def check(self, connection: Connection, _call: ToolCall | None = None) -> int:
         """The fence of this claim; its token is the generation."""
-        assistant_work.assert_current(connection, self.claim)
+        self._judged_at = assistant_work.assert_current(connection, self.claim)
         return self.claim.generation
 
     def answered(self, connection: Connection, call: ToolCall, now: Occasion, answer: Answer | None) -> None:
@@ -213,7 +214,7 @@ class _Record:
             message = tool_message(call.id, answer)
             self._answered[call.id] = assistant_work.observe_work(connection, self.claim, message), message
             return
-        at, asked = assistant_work.assert_current(connection, self.claim), tool_dispatch.argument_text(call.arguments)
+        at, asked = self._judged_at, tool_dispatch.argument_text(call.arguments)  # `check` has passed just before, here
         effects.intend(connection, now.operation_id, self.claim, tool=call.name, arguments=asked, at=at)
         self._acting[call.id] = now.operation_id
 
