@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,20 @@ def _started(root: Path, tries: int = 3) -> Any:
         if tries == 1:
             raise
         return _started(root, tries - 1)
+
+
+def starting_again(server: Any, after: float) -> threading.Timer:
+    """Starts a server of our own anew, after so many seconds. To be joined: a client can be ready before it is."""
+
+    def start(tries: int = 3) -> None:
+        try:
+            server.ensure_postgres_running()
+        except Exception:
+            if tries == 1:
+                raise
+            start(tries - 1)
+
+    return threading.Timer(after, start)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from conftest import Location
+from conftest import Location, starting_again
 from support import answer, governed_work, ledger_facts, new_assignment, works
 
 from sovereign_agent import assistant_service, fencing, organization, relay, supervisor
@@ -286,10 +286,12 @@ def test_a_run_outlives_a_server_that_crashes_in_the_middle_of_its_last_commit(
     with closing(location.init()) as org:
         assignment = governed_work(org)[2].id
 
+    restart = starting_again(own_server, after=1.0)
+
     def crash() -> None:
         postmaster = own_server.get_pid()
         os.kill(postmaster, signal.SIGQUIT)  # an immediate shutdown: nothing is finished, and recovery follows
-        threading.Timer(1.0, own_server.ensure_postgres_running).start()
+        restart.start()
 
     with proxied(location) as proxy:
         db = Database(through(proxy, location), root=tmp_path, create=False)
@@ -298,4 +300,5 @@ def test_a_run_outlives_a_server_that_crashes_in_the_middle_of_its_last_commit(
             receipt = worker.run_assignment(assignment)
             requires(sprung)
             assert receipt.status is ReceiptStatus.COMPLETED
+            restart.join()
             assert facts(worker.db, assignment) == FINISHED

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Location
+from conftest import Location, starting_again
 from pydantic import BaseModel, ConfigDict
 from support import (
     at_one_barrier,
@@ -504,13 +504,13 @@ def test_a_service_outlives_a_restart_of_postgresql_in_the_middle_of_its_work(ow
         db.extend("sold", [SOLD])
         item = work.enqueue(db, "mail:1", "lucy", "Sell the lot.")
 
-    restarted = list[int]()
+    restarted, starter = list[int](), starting_again(own_server, after=0.5)
 
     def restart(piece: int) -> None:
         if piece == 3 and not restarted:
             restarted.append(piece)
             own_server.stop()
-            threading.Timer(0.5, own_server.ensure_postgres_running).start()
+            starter.start()
 
     def is_done(db: Database) -> bool:
         try:
@@ -522,6 +522,7 @@ def test_a_service_outlives_a_restart_of_postgresql_in_the_middle_of_its_work(ow
         eventually(lambda: is_done(db), within=60)
         require_whole(db, item)
     assert restarted == [3]
+    starter.join()
     assert [line for line in service.told if line.startswith("waiting: ")]
 
 
