@@ -1,11 +1,13 @@
 """One run of a probe, in two processes: a driver with the original code, and a worker with the learner's.
 
-The worker is what the chapter calls the old worker: it holds its `Database` open and lives on while the driver changes
+The worker is what the chapter calls the old worker: it keeps its `Database` open and lives on while the driver changes
 the world around it. It is asked to write one line, and answers. What it answers is not believed alone: after each
-attempt the driver counts the durable rows with the original code, in its own process.
+attempt the driver looks for the row with the original code, in its own process.
 
-    python lesson_runner_v1.py drive BOX DESCRIPTOR     the nonce comes first on standard input
-    python lesson_runner_v1.py work BOX DESCRIPTOR      started by the driver
+    python runner.py drive FUNCTION BOX DESCRIPTOR    the nonce of the report comes on standard input
+    python runner.py work FUNCTION BOX DESCRIPTOR     started by the driver
+
+A box holds `original/src` and `learner/src`, two copies of the runtime, and `probe.py`; the ledger is made in `shop`.
 """
 
 from __future__ import annotations
@@ -13,33 +15,42 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 SECONDS = 10
 MEMORY_BYTES = 2**29
 FILE_BYTES = 2**26
 OPEN_FILES = 64
-MOST_CHARACTERS = 2**16
+MOST_CHARACTERS = 10_000
+CLOCKS_APART_MICROS = 60_000_000
+
+STARTING = ("os.exec", "os.fork", "os.kill", "os.posix_spawn", "os.system", "pty.spawn", "subprocess.", "ctypes.dlopen")
+"""How the names begin of the audit events of whatever starts a process, ends another one, or calls around Python."""
 
 
 def main() -> int:
     """Be the driver or the worker."""
-    role, box, descriptor = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    role, function, box, descriptor = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
     limit(resource.RLIMIT_CPU, SECONDS)
     limit(resource.RLIMIT_AS, MEMORY_BYTES)
     limit(resource.RLIMIT_FSIZE, FILE_BYTES)
     limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     limit(resource.RLIMIT_CORE, 0)
-    return drive(box, descriptor) if role == "drive" else work(box, descriptor)
+    signal.alarm(2 * SECONDS)  # should whoever started the run be gone
+    return drive(function, box, descriptor) if role == "drive" else work(function, box, descriptor)
 
 
 def limit(which: int, most: int) -> None:
-    """Lower one limit for good. Where the system has no such limit, the time of the whole run is what is left."""
+    """Lower one limit for good. Where the system refuses, the time of the whole run is the limit that is left."""
     with suppress(ValueError, OSError):
         resource.setrlimit(which, (most, most))
 
@@ -47,34 +58,52 @@ def limit(which: int, most: int) -> None:
 # --- the driver -------------------------------------------------------------------------------------------
 
 
-class Lab:
-    """What a probe works with. `database` is opened by the original code; `folder` may hold a backup, say."""
+class WorkerGone(Exception):
+    """The learner's process does not answer any more."""
 
-    def __init__(self, box: Path) -> None:
-        from sovereign_agent import database  # noqa: PLC0415 - from the copy that this process was pointed at
+
+class Lab:
+    """What a probe works with.
+
+    Attributes:
+        database: the ledger, opened by the original code.
+        folder: where the ledger lies, with room for a backup.
+        trouble: the first thing that must not happen, whatever the probe makes of it; empty when nothing did.
+        exit_status: the worker's, once it has ended.
+    """
+
+    def __init__(self, function: str, box: Path) -> None:
+        from sovereign_agent import database  # noqa: PLC0415 - from the copy that PYTHONPATH names
 
         self.folder = box / "shop"
         self.database = database.Database(self.folder / "ledger.db")
         self.trouble = ""
+        self.exit_status: int | None = None
         self._authority = database.authority
+        self._asked = 0
         ours, theirs = socket.socketpair()
-        with theirs:
+        with ours, theirs:
             self._worker = subprocess.Popen(  # noqa: S603 - this file itself
-                [sys.executable, "-B", "-P", __file__, "work", str(box), str(theirs.fileno())],
+                [sys.executable, "-B", "-P", __file__, "work", function, str(box), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.environ["LEARNER_PATH"]},
+                env=os.environ | {"PYTHONPATH": os.environ["LEARNER_PYTHONPATH"]},
                 pass_fds=[theirs.fileno()],
             )
-        self._line = ours.makefile("rw", encoding="utf-8")
-        ours.close()
+            self._line = ours.makefile("rw", encoding="utf-8")
 
-    def observe(self, claim: object, text: str, *, now: float | None = None) -> dict[str, object]:
+    def observe(self, claim: Any, text: str, *, now: float | None = None) -> dict[str, object]:
         """Let the worker write one line under a claim: what it answered, and how many rows there are now.
 
-        The answer is ``appended``, the sentence of a refusal, or whatever went wrong, by its name.
+        The answer is ``appended``, the sentence of a refusal, or what went wrong, by its name.
         """
+        before = self.rows()
         answer = self._ask({"claim": asdict(claim), "text": text, "now": now})
-        return {"answer": answer, "rows": self.rows()}
+        after = self.rows()
+        if (after - before) != (answer == "appended"):
+            self._note(f"The worker answered {answer!r}, and the transcript grew by {after - before}.")
+        elif after > before:
+            self._require_date(now)
+        return {"answer": answer, "rows": after}
 
     def rows(self) -> int:
         """How many lines all transcripts of the ledger have."""
@@ -82,7 +111,7 @@ class Lab:
 
     def lines(self, work_id: str) -> list[str]:
         """What stands in the transcript of one item."""
-        from sovereign_agent import assistant_work  # noqa: PLC0415
+        from sovereign_agent import assistant_work  # noqa: PLC0415 - from the copy that PYTHONPATH names
 
         found = assistant_work.transcript(self.database.connection, work_id)
         return [json.loads(row["message"])["content"] for row in found]
@@ -97,83 +126,137 @@ class Lab:
             self._authority.begin_epoch(connection, epoch, paused=False)
             self._authority.write_marker(self.database.authority, epoch)
 
-    def finish(self) -> int:
-        """Let the worker end, and return its exit status. A line that it wrote behind our back is trouble."""
+    def finish(self) -> None:
+        """Let the worker end. A line that it writes behind its last answer is trouble."""
         before = self.rows()
-        self._line.close()
-        status = self._worker.wait()
+        self._end()
         if self.rows() != before:
-            self.trouble = self.trouble or "The worker wrote to the transcript after its last answer."
+            self._note("The worker wrote to the transcript after its last answer.")
         self.database.close()
-        return status
 
     def _ask(self, request: dict[str, object]) -> str:
-        before = self.rows()
+        self._asked += 1
         try:
-            self._line.write(json.dumps(request) + "\n")
+            self._line.write(json.dumps(request | {"number": self._asked}) + "\n")
             self._line.flush()
             told = json.loads(self._line.readline(MOST_CHARACTERS))
-            answer, wrong = str(told["answer"]), str(told["wrong"])
+            answer, wrong, number = str(told["answer"]), str(told["wrong"]), told["number"]
         except (OSError, ValueError, KeyError, TypeError):
-            self._line.close()
-            wrong = f"The worker's process ended before it answered, with exit status {self._worker.wait()}."
-            raise WorkerGone(wrong) from None
-        if wrong or (answer == "appended") != (self.rows() == before + 1):
-            self.trouble = self.trouble or wrong or f"The worker answered {answer!r}, and the rows say otherwise."
+            self._end()
+            raise WorkerGone(f"The worker's process {ending(self.exit_status)} before it answered.") from None
+        if wrong or number != self._asked:
+            self._note(wrong or "The worker answered more often than it was asked.")
         return answer
 
+    def _require_date(self, now: float | None) -> None:
+        row = self.database.connection.execute("SELECT created_at FROM assistant_transcript ORDER BY seq DESC LIMIT 1")
+        dated = row.rows[0]["created_at"]
+        apart = CLOCKS_APART_MICROS if now is None else 0
+        at = round((self.database.now().timestamp() if now is None else now) * 1_000_000)
+        if abs(dated - at) > apart:
+            self._note(f"The line is dated {dated}: the function must return the time it judged by, in microseconds.")
 
-class WorkerGone(Exception):
-    """The learner's process does not answer any more."""
+    def _note(self, trouble: str) -> None:
+        self.trouble = self.trouble or trouble
+
+    def _end(self) -> None:
+        with suppress(OSError):
+            self._line.close()
+        self.exit_status = self._worker.wait()
 
 
-def drive(box: Path, report: int) -> int:
-    """Run box/probe.py, and write one line of JSON to the descriptor: the observation under the nonce."""
+def ending(status: int | None) -> str:
+    """How a process ended, in words."""
+    if status is not None and status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended by itself, with exit status {status},"
+
+
+def drive(function: str, box: Path, descriptor: int) -> int:
+    """Run box/probe.py, and report in one line of JSON what it observed, under the nonce."""
     nonce = sys.stdin.readline().strip()
-    names: dict[str, object] = {"__name__": "probe", "__file__": str(box / "probe.py")}
-    told: dict[str, object] = {"nonce": nonce, "observation": None, "trouble": "", "exit_status": 0}
-    lab = Lab(box)
+    lab, observation, trouble = None, None, ""
+    names: dict[str, Any] = {"__name__": "probe"}
     try:
+        lab = Lab(function, box)
         exec(compile((box / "probe.py").read_text(encoding="utf-8"), "probe.py", "exec"), names)  # noqa: S102
-        told["observation"] = names["probe"](lab)
-        told["exit_status"] = lab.finish()
-        told["trouble"] = lab.trouble
+        observation = json.loads(json.dumps(names["probe"](lab)))
+        lab.finish()
     except WorkerGone as gone:
-        told["trouble"] = str(gone)
-    except Exception as error:  # noqa: BLE001 - the probe may be a learner's own
-        told["trouble"] = f"The probe itself failed: {type(error).__name__}: {error}"
-    with os.fdopen(report, "w", encoding="utf-8") as file:
-        file.write(json.dumps(told) + "\n")
+        trouble = str(gone)
+    except BaseException as error:  # noqa: BLE001 - a probe may be a learner's own
+        trouble = f"The probe itself failed: {named(error, 'probe')}."
+    report = {
+        "nonce": nonce,
+        "observation": observation,
+        "trouble": (lab and lab.trouble) or trouble,
+        "exit_status": lab and lab.exit_status,
+    }
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(json.dumps(report) + "\n")
     return 0
+
+
+def named(error: BaseException, function: str) -> str:
+    """An exception in one line: its name, what it says, and the last line of the function that it came through."""
+    walked = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    lines = [line - code.co_firstlineno + 1 for code, line in walked if code.co_name == function]
+    said = f"{type(error).__name__}: {error}"[:500].removesuffix(": ")
+    return f"{said} (line {lines[-1]} of {function})" if lines else said
 
 
 # --- the worker -------------------------------------------------------------------------------------------
 
 
-def work(box: Path, descriptor: int) -> int:
+def work(function: str, box: Path, descriptor: int) -> int:
     """Open the ledger with the learner's code, and append what is asked for, until nobody asks any more."""
     limit(resource.RLIMIT_NPROC, 0)
+    started = refuse_processes()
+    append = None
     with socket.socket(fileno=descriptor) as ours, ours.makefile("rw", encoding="utf-8") as line:
-        database = None
         for request in line:
-            answer, wrong = "", ""
+            asked, answer, wrong = json.loads(request), "appended", ""
             try:
-                from sovereign_agent import assistant_work, records  # noqa: PLC0415
-                from sovereign_agent.database import Database  # noqa: PLC0415
-
-                asked = json.loads(request)
-                database = database or Database(box / "shop" / "ledger.db", create=False)
-                message = {"role": "assistant", "content": asked["text"]}
-                assistant_work.observe(database, records.Claim(**asked["claim"]), message, now=asked["now"])
-                answer = "appended"
+                append = append or appending(box)
+                append(asked)
             except PermissionError as error:
                 answer = str(error)
+            except NotImplementedError as error:
+                answer = named(error, function)
+                wrong = f"The function {function} is not finished: {answer}."
             except BaseException as error:  # noqa: BLE001 - whatever a learner's function raises is an observation
-                answer = f"{type(error).__name__}: {error}"[:500]
-                wrong = f"The function ended with {answer}"
-            line.write(json.dumps({"answer": answer, "wrong": wrong}) + "\n")
+                answer = named(error, function)
+                wrong = f"The function {function} did not do its work: {answer}."
+            wrong = started[0] if started else wrong
+            line.write(json.dumps({"answer": answer, "wrong": wrong, "number": asked["number"]}) + "\n")
             line.flush()
     return 0
+
+
+def appending(box: Path) -> Callable[[dict[str, Any]], object]:
+    """Import the learner's copy, open the ledger with it, and return what appends one line under a claim."""
+    from sovereign_agent import assistant_work, database, records  # noqa: PLC0415 - the learner's copy
+
+    ledger = database.Database(box / "shop" / "ledger.db", create=False)
+
+    def append(asked: dict[str, Any]) -> int:
+        message = {"role": "assistant", "content": asked["text"]}
+        return assistant_work.observe(ledger, records.Claim(**asked["claim"]), message, now=asked["now"])
+
+    return append
+
+
+def refuse_processes() -> list[str]:
+    """Let no process be started from here on, and return a list that will name what tried to."""
+    tried: list[str] = []
+
+    def refuse(event: str, _arguments: tuple[Any, ...]) -> None:
+        if event.startswith(STARTING):
+            tried.append(f"The function may not start or end processes, and it tried {event}.")
+            raise RuntimeError(tried[-1])
+
+    sys.addaudithook(refuse)
+    return tried
 
 
 if __name__ == "__main__":

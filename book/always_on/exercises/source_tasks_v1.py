@@ -15,19 +15,28 @@ the same user that attacks that other process can still lie.
 from __future__ import annotations
 
 import ast
+import errno
 import hashlib
+import io
 import json
 import os
 import secrets
-import shutil
+import selectors
 import signal
+import stat
 import subprocess
 import sys
-import tempfile
+import time
+import tokenize
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
+from copy import deepcopy
+from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import IO, Any, Self
 
 EXERCISES = "book/always_on/exercises"
 PACKAGE = "src/sovereign_agent"
@@ -41,10 +50,12 @@ MODULES = (
 """What of the package the probes import."""
 
 SCHEMA = "sovereign-agent/handoff/v1"
+HANDOFF_KEYS = {"schema", "chapter", "runtime_sha256", "implementation_sha256", "source", "observation"}
 SECONDS = 10
 MAX_SOURCE_CHARACTERS = 100_000
 MAX_HANDOFF_BYTES = 1_000_000
 MAX_OUTPUT_BYTES = 65_536
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 REPLACED = "runtime paused or replaced by restore"
 SUPERSEDED = "worker claim expired or superseded"
@@ -82,9 +93,12 @@ LESSONS: dict[int, dict[str, Any]] = {
             "expired_lease": _seen(SUPERSEDED, 2),
             "changed_role": _seen(SUPERSEDED, 2),
             "changed_session": _seen(SUPERSEDED, 2),
+            "changed_subject": _seen(SUPERSEDED, 2),
+            "changed_work": _seen(SUPERSEDED, 2),
             "changed_owner": _seen(SUPERSEDED, 2),
             "superseded_generation": _seen(SUPERSEDED, 2),
             "missing_marker": _seen(UNAVAILABLE, 2),
+            "foreign_marker": _seen(REPLACED, 2),
             "paused": _seen(REPLACED, 2),
             "delegated_child": _seen("appended", 3),
             "ended_delegation": _seen(SUPERSEDED, 3),
@@ -124,21 +138,24 @@ class RuntimeLab:
     def __init__(self, root: Path | str, chapter: int) -> None:
         if chapter not in LESSONS:
             raise TaskRefused(f"There is no exercise {chapter}; there is {', '.join(map(str, LESSONS))}.")
+        declared = deepcopy(LESSONS[chapter])
         self._root = Path(root).resolve()
         self._names = runtime_files(self._root)
         self._files = self._read_originals()
-        declared = LESSONS[chapter]
         probes = {name: self._files[declared[name]].decode() for name in ("probe", "transfer_probe")}
         self.spec: Mapping[str, Any] = MappingProxyType(declared | probes)
         text = self._files[self.spec["file"]].decode()
         self._before, self.fragment, self._after = _split(text, self.spec["function"])
-        self.runtime_sha256 = self._hash_runtime()
+        others = self._files | {self.spec["file"]: (self._before + self._after).encode()}
+        self.runtime_sha256 = _sha256(_text({name: _sha256(others[name]) for name in self._names}).encode())
         self.source = self.fragment
         self._unsound = ""
-        self._around: tuple[str, str] | None = None
-        self._scratch: Path | None = Path(tempfile.mkdtemp(prefix="course-task-"))
+        self._broken: tuple[str, str] | None = None
+        self._scratch: TemporaryDirectory[str] | None = TemporaryDirectory(
+            prefix="course-task-", ignore_cleanup_errors=True
+        )
 
-    def __enter__(self):  # noqa: ANN204 - typing.Self is what the subclass would want, and 3.11 has it
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -162,21 +179,21 @@ class RuntimeLab:
     def inject_failure(self) -> None:
         """Replace the declared boundary in the function by the declared failure.
 
-        Raises TaskRefused unless the boundary is there exactly once.
+        Raises TaskRefused unless the boundary is there exactly once; how it is laid out, and quoted, does not matter.
         """
         self._require_open()
-        boundary, found = self.spec["boundary"], self.source.count(self.spec["boundary"])
-        if self._around is not None:
-            raise TaskRefused("The failure is injected already. Repair it, or begin with a fresh task.")
-        if found != 1:
+        if self._unsound or self._broken:
+            raise TaskRefused(self._unsound or "The failure is injected already. Repair it, or make a new task.")
+        boundary = self.spec["boundary"]
+        found = _around(self.source, boundary)
+        if len(found) != 1:
             raise TaskRefused(
-                f"{self.spec['function']} has the boundary {boundary!r} {found} times, and the experiment needs it "
-                f"exactly once. Write that one comparison in these words, with the epoch's check as one of several "
-                "joined by `or`, or look at your version together with the instructor."
+                f"No failure was injected: {self.spec['function']} has the boundary `{boundary}` {len(found)} times, "
+                "and needs it exactly once. Write this one check as a clause of a longer condition, in these "
+                "words, and install it again; or look with the instructor at how to break your version."
             )
-        before, _, after = self.source.partition(boundary)
-        self._around = before, after
-        self.source = before + self.spec["injected"] + after
+        self._broken = found[0]
+        self.source = self.spec["injected"].join(self._broken)
 
     def repair(self, fragment: str) -> None:
         """Put `fragment` where the failure was injected. Whether it is any good is for the next run to say.
@@ -184,48 +201,52 @@ class RuntimeLab:
         Raises TaskRefused when no failure is injected.
         """
         self._require_open()
-        if self._around is None:
-            raise TaskRefused("There is nothing to repair: call inject_failure() first.")
-        self._replace(fragment.join(self._around) if isinstance(fragment, str) else fragment)
-        self._around = None
+        if self._broken is None:
+            raise TaskRefused("There is nothing to repair. Call inject_failure() first.")
+        self._replace(fragment.join(self._broken) if isinstance(fragment, str) else fragment)
 
     def close(self) -> None:
         """Remove the scratch copy. The task cannot run any more."""
         if self._scratch:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch.cleanup()
         self._scratch = None
 
     # --- the copy -----------------------------------------------------------------------------------------
 
-    def _require_open(self) -> Path:
+    def _require_open(self) -> str:
         if self._scratch is None:
             raise TaskRefused("This task is closed. Make a new one.")
-        return self._scratch
+        return self._scratch.name
 
     def _read_originals(self) -> dict[str, bytes]:
         try:
             return {name: (self._root / name).read_bytes() for name in self._names}
         except OSError as error:
             raise TaskRefused(
-                f"{self._root} is no copy of the course: {error.filename}: {error.strerror}. Run the set-up cell again."
+                f"{error.filename} cannot be read: {error.strerror}. Run the set-up cell again."
             ) from error
 
-    def _hash_runtime(self) -> str:
-        held_open = self._files | {self.spec["file"]: (self._before + self._after).encode()}
-        return _sha256(json.dumps({name: _sha256(held_open[name]) for name in self._names}).encode())
+    def _changed(self) -> str:
+        """Whether the originals are still what was copied: a sentence if not, else empty."""
+        with suppress(TaskRefused):
+            if self._read_originals() == self._files:
+                return ""
+        return f"The original files in {self._root} have changed. Run the set-up cell again."
 
     def _replace(self, source: object) -> None:
-        """Take a source for the function; one that is none is kept back, and each run says why."""
+        """Take a source for the function. One that is none is no error here: each run then says what is wrong."""
+        self._broken = None
         self._unsound = _unsound(source, self.spec["function"])
-        self.source = source.strip("\n") + "\n" if isinstance(source, str) else ""
+        self.source = "" if self._unsound else str(source).strip("\n") + "\n"
 
     def _compare(self, label: str, probe: str, expected: Mapping[str, Any]) -> dict[str, Any]:
-        self._require_open()
+        scratch = self._require_open()
         told = {"observation": None, "trouble": self._unsound, "exit_status": None, "stdout": "", "stderr": ""}
         if not self._unsound:
-            told = self._run(probe)
-            if self._read_originals() != self._files:
-                raise TaskRefused("The original files have changed during this run. Run the set-up cell again.")
+            with TemporaryDirectory(prefix="run-", dir=scratch, ignore_cleanup_errors=True) as box:
+                self._fill(Path(box), probe)
+                told = _drive(self.spec["function"], Path(box))
+            told["trouble"] = self._changed() or told["trouble"]
         reason = told.pop("trouble") or _difference(told["observation"], dict(expected))
         return {
             "label": label,
@@ -237,21 +258,17 @@ class RuntimeLab:
             "implementation_sha256": self.implementation_sha256,
         }
 
-    def _run(self, probe: str) -> dict[str, Any]:
-        """Run a probe in a box of its own, which is gone afterwards."""
-        box = Path(tempfile.mkdtemp(prefix="run-", dir=self._require_open()))
-        try:
-            learner = self._files | {self.spec["file"]: (self._before + self.source + self._after).encode()}
-            for side, files in (("original", self._files), ("learner", learner)):
-                for name, content in files.items():
-                    path = box / side / name
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(content)
-            (box / "probe.py").write_text(probe, encoding="utf-8")
-            (box / "shop").mkdir()
-            return _drive(box)
-        finally:
-            shutil.rmtree(box, ignore_errors=True)
+    def _fill(self, box: Path, probe: str) -> None:
+        """Write what one run needs: both sides of the runtime, the runner, the probe, and a folder for the ledger."""
+        replaced = (self._before + self.source + self._after).encode()
+        for side, files in (("original", self._files), ("learner", self._files | {self.spec["file"]: replaced})):
+            for name in (name for name in self._names if name.startswith("src/")):
+                path = box / side / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(files[name])
+        (box / "runner.py").write_bytes(self._files[RUNNER])
+        (box / "probe.py").write_text(probe, encoding="utf-8")
+        (box / "shop").mkdir()
 
 
 class SourceTask(RuntimeLab):
@@ -259,7 +276,7 @@ class SourceTask(RuntimeLab):
 
     def __init__(self, root: Path | str, chapter: int) -> None:
         super().__init__(root, chapter)
-        self._unsound = "No function is installed yet: call install(source) or load(path) first."
+        self.source, self._unsound = "", "No function is installed yet. Call install(source) or load(path) first."
         self._passed: list[dict[str, Any]] = []
 
     def install(self, source: str) -> None:
@@ -268,14 +285,13 @@ class SourceTask(RuntimeLab):
         A source that does not is no error here: each run then says NEEDS_WORK and why.
         """
         self._require_open()
-        self._around = None
         self._replace(source)
 
     def visible(self, label: str) -> dict[str, Any]:
         """Run the chapter's probe against its own expectation: `run` without a choice. What passes can be saved."""
         result = self.run(label)
         if result["status"] == "PASS":
-            self._passed.append(result)
+            self._passed.append(deepcopy(result))
         return result
 
     def transfer(
@@ -293,11 +309,10 @@ class SourceTask(RuntimeLab):
 
         Raises TaskRefused for a result that is no PASS of `visible` for what is installed now.
         """
-        current = result in self._passed and result["implementation_sha256"] == self.implementation_sha256
-        if not current:
+        if result not in self._passed or result["implementation_sha256"] != self.implementation_sha256:
             raise TaskRefused(
-                "Only what passed visible() of this task, and was not changed since, is saved. Install the "
-                "function, run visible(), and save the result that says PASS."
+                "Nothing was saved: only what passed visible() of this task, and is installed still, can be. Install "
+                "the function, run visible(), and save its result when that says PASS."
             )
         handoff = {
             "schema": SCHEMA,
@@ -305,7 +320,6 @@ class SourceTask(RuntimeLab):
             "runtime_sha256": self.runtime_sha256,
             "implementation_sha256": self.implementation_sha256,
             "source": self.source,
-            "label": result["label"],
             "observation": result["observation"],
         }
         _write_whole(Path(path), json.dumps(handoff, indent=2, sort_keys=True) + "\n")
@@ -317,14 +331,24 @@ class SourceTask(RuntimeLab):
         """
         self._require_open()
         handoff = _read_handoff(Path(path))
-        wanted = {"schema": SCHEMA, "chapter": self.spec["chapter"], "runtime_sha256": self.runtime_sha256}
-        for key, value in wanted.items():
-            if handoff.get(key) != value:
-                raise TaskRefused(f"The handoff {path} is of another edition: its {key} is not {value}.")
-        source = handoff.get("source")
-        if not isinstance(source, str) or handoff.get("implementation_sha256") != _sha256(source.encode()):
-            raise TaskRefused(f"The handoff {path} was altered: its source is not what was saved. Save it again.")
-        self.install(source)
+        edition = {"schema": SCHEMA, "chapter": self.spec["chapter"], "runtime_sha256": self.runtime_sha256}
+        for key, value in edition.items():
+            if handoff[key] != value:
+                raise TaskRefused(
+                    f"The handoff {path} is of another edition: its {key} is {_text(handoff[key]):.100}, "
+                    f"and here it is {_text(value)}. "
+                    "Run visible() and save() with this edition."
+                )
+        source = handoff["source"]
+        altered = _unsound(source, self.spec["function"])
+        if altered or handoff["implementation_sha256"] != _sha256(source.encode()):
+            raise TaskRefused(
+                f"The handoff {path} was altered: {altered or 'its source is not the one it names the hash of.'} "
+                "Save it again with save()."
+            )
+        if why := _difference(handoff["observation"], self.spec["expected"]):
+            raise TaskRefused(f"The handoff {path} is of no PASS. {why} Save it again with save().")
+        self._replace(source)
         return handoff
 
 
@@ -333,86 +357,192 @@ class SourceTask(RuntimeLab):
 
 def _split(text: str, function: str) -> tuple[str, str, str]:
     """The file before the function, the function, and the file behind it."""
-    (node,) = (n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == function)
+    (node,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == function)
     lines = text.splitlines(keepends=True)
-    first, last = node.lineno - 1, node.end_lineno
-    return "".join(lines[:first]), "".join(lines[first:last]), "".join(lines[last:])
+    return (
+        "".join(lines[: node.lineno - 1]),
+        "".join(lines[node.lineno - 1 : node.end_lineno]),
+        "".join(lines[node.end_lineno :]),
+    )
 
 
 def _unsound(source: object, function: str) -> str:
-    """Why this is not the source of the function alone; empty when it is."""
+    """Why this is not the source of that function alone; empty when it is."""
     if not isinstance(source, str):
-        return f"The source is not text but {type(source).__name__}."
+        return f"The source must be text, and is {type(source).__name__}."
+    if len(source) > MAX_SOURCE_CHARACTERS:
+        return f"The source is longer than {MAX_SOURCE_CHARACTERS} characters."
     try:
-        body = ast.parse(source).body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            body = ast.parse(source).body
     except SyntaxError as error:
         return f"The source is not Python: {error.msg} (line {error.lineno})."
+    except (ValueError, RecursionError, MemoryError) as error:
+        return f"The source is not Python that can be read: {type(error).__name__}: {error}."
     if len(body) != 1 or not isinstance(body[0], ast.FunctionDef) or body[0].name != function:
         return f"The source must define the function {function}, and nothing else at its top level."
     return ""
 
 
-def _difference(observation: object, expected: dict[str, Any]) -> str:
-    return "" if observation == expected else "What was observed is not what is expected."
+def _around(source: str, boundary: str) -> list[tuple[str, str]]:
+    """What stands before and behind the boundary, for each place where the source has it, however it is laid out."""
+    words, wanted = _words(source), [word for word, _, _ in _words(boundary)]
+    stretches = [words[at : at + len(wanted)] for at in range(len(words))]
+    return [
+        (source[: stretch[0][1]], source[stretch[-1][2] :])
+        for stretch in stretches
+        if [word for word, _, _ in stretch] == wanted
+    ]
+
+
+def _words(source: str) -> list[tuple[str, int, int]]:
+    """The tokens of a source without comments and layout, with their begin and end; either quotes are the same."""
+    starts = [0, *accumulate(len(line) + 1 for line in source.split("\n"))]
+    return [
+        (token.string.replace("'", '"'), *(starts[line - 1] + column for line, column in (token.start, token.end)))
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in LAYOUT
+    ]
 
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+# --- the observation --------------------------------------------------------------------------------------
+
+
+def _difference(observation: object, expected: object) -> str:
+    """The first thing that is not as expected, in a sentence; empty when there is none."""
+    if _text(observation) == _text(expected):
+        return ""
+    if isinstance(observation, dict) and isinstance(expected, dict):
+        for key in [*expected, *observation]:
+            seen, wanted = (_text(side[key]) if key in side else "nothing" for side in (observation, expected))
+            if seen != wanted:
+                return f"{key}: {seen:.200} was observed, and {wanted:.200} is expected."
+    return f"{_text(observation):.200} was observed, and {_text(expected):.200} is expected."
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
 # --- the handoff ------------------------------------------------------------------------------------------
 
 
 def _write_whole(path: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    Path(f.name).replace(path)
+    """Put a file there with this text, or leave what was there."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with beside.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        raise TaskRefused(f"The handoff {path} was not written: {error.strerror}. Choose another place.") from error
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _read_handoff(path: Path) -> dict[str, Any]:
+    """The JSON object in a regular file of bounded size. Raises TaskRefused."""
+    again = "Save it again with save()."
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TaskRefused(f"The handoff {path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise TaskRefused(f"The handoff {path} is not one JSON object.")
-    return found
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise TaskRefused(f"The handoff {path} is not a regular file. {again}")
+            content = file.read(MAX_HANDOFF_BYTES + 1)
+    except OSError as error:
+        why = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        raise TaskRefused(f"The handoff {path} cannot be read: {why}. {again}") from error
+    if len(content) > MAX_HANDOFF_BYTES:
+        raise TaskRefused(f"The handoff {path} is larger than {MAX_HANDOFF_BYTES} bytes, so it is none. {again}")
+    try:
+        handoff = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise TaskRefused(f"The handoff {path} is not whole, or not JSON: {error}. {again}") from error
+    if not isinstance(handoff, dict) or handoff.keys() != HANDOFF_KEYS:
+        raise TaskRefused(f"The handoff {path} must be an object with {', '.join(sorted(HANDOFF_KEYS))}. {again}")
+    return handoff
 
 
 # --- the run ----------------------------------------------------------------------------------------------
 
 
-def _drive(box: Path) -> dict[str, Any]:
-    """Run the driver in a box, and return what it reported."""
+def _drive(function: str, box: Path) -> dict[str, Any]:
+    """Run the driver in a box and return what it reported. When this returns, its process group has ended."""
     nonce = secrets.token_hex(16)
-    reading, writing = os.pipe()
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-    extra = os.environ.get("PYTHONPATH", "")
-    paths = {side: os.pathsep.join(filter(None, [str(box / side / "src"), extra])) for side in ("original", "learner")}
-    command = [sys.executable, "-B", "-P", str(box / "original" / RUNNER), "drive", str(box), str(writing)]
-    driver = subprocess.Popen(  # noqa: S603 - the copied runner
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=kept | {"PYTHONPATH": paths["original"], "LEARNER_PATH": paths["learner"], "TMPDIR": str(box)},
-        pass_fds=[writing],
-        start_new_session=True,
-        text=True,
-    )
-    os.close(writing)
+    report, descriptor = os.pipe()
+    command = [sys.executable, "-B", "-P", str(box / "runner.py"), "drive", function, str(box), str(descriptor)]
     try:
-        out, err = driver.communicate(nonce + "\n", timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(driver.pid, signal.SIGKILL)
-        out, err = driver.communicate()
-    with os.fdopen(reading) as file:
-        line = file.readline()
-    told = json.loads(line) if line else {}
-    if told.pop("nonce", None) != nonce:
-        told = {"observation": None, "trouble": f"It did not end within {SECONDS} seconds.", "exit_status": -9}
-    return told | {"stdout": out, "stderr": err}
+        driver = subprocess.Popen(  # noqa: S603 - the copied runner
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=_environment(box),
+            cwd=box,
+            pass_fds=[descriptor],
+            start_new_session=True,
+        )
+    finally:
+        os.close(descriptor)
+    with driver, os.fdopen(report, "rb") as reports:
+        try:
+            with suppress(OSError):  # it may have ended already
+                driver.stdin.write(nonce.encode())
+                driver.stdin.close()
+            (told, out, err), trouble = _read([reports, driver.stdout, driver.stderr])
+        finally:
+            with suppress(OSError):
+                os.killpg(driver.pid, signal.SIGKILL)
+    printed = {"stdout": out.decode(errors="replace"), "stderr": err.decode(errors="replace")}
+    return _report(told, nonce, trouble) | printed
+
+
+def _environment(box: Path) -> dict[str, str]:
+    """What the driver sees of the environment: no keys, and of PYTHONPATH no other copy of the package."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
+    others = [
+        entry
+        for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if entry and not (Path(entry) / "sovereign_agent").exists()
+    ]
+    original, learner = (os.pathsep.join([str(box / side / "src"), *others]) for side in ("original", "learner"))
+    return kept | {"PYTHONPATH": original, "LEARNER_PYTHONPATH": learner, "TMPDIR": str(box)}
+
+
+def _read(files: list[IO[bytes]]) -> tuple[list[bytes], str]:
+    """Read some pipes to their ends, to the deadline or to the bound; say which of them it was, if not the ends."""
+    read = {file.fileno(): bytearray() for file in files}
+    end, trouble = time.monotonic() + SECONDS, ""
+    with selectors.DefaultSelector() as selector:
+        for descriptor in read:
+            selector.register(descriptor, selectors.EVENT_READ)
+        while selector.get_map() and not trouble:
+            ready = selector.select(end - time.monotonic()) if time.monotonic() < end else []
+            if not ready:
+                trouble = f"It did not end within {SECONDS} seconds."
+            for key, _ in ready:
+                chunk = os.read(key.fd, MAX_OUTPUT_BYTES)
+                read[key.fd] += chunk
+                if not chunk:
+                    selector.unregister(key.fd)
+                elif len(read[key.fd]) > MAX_OUTPUT_BYTES:
+                    trouble = f"It printed or reported more than {MAX_OUTPUT_BYTES} bytes."
+    return [bytes(content[:MAX_OUTPUT_BYTES]) for content in read.values()], trouble
+
+
+def _report(told: bytes, nonce: str, trouble: str) -> dict[str, Any]:
+    """The driver's report; what is none, or does not have the nonce, is trouble."""
+    try:
+        report = json.loads(told)
+        if report.pop("nonce") != nonce:
+            raise ValueError  # noqa: TRY301
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return {"observation": None, "trouble": trouble or "It ended without a report.", "exit_status": None}
+    return report | {"trouble": trouble or report["trouble"]}
