@@ -8,7 +8,7 @@ READY := $(VENV)/ready$(if $(PYTHON),-$(subst /,-,$(PYTHON)))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help check test simulate torture mutate verify bench demo constraints clean
+.PHONY: help check test simulate torture mutate verify book bench demo constraints clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -31,6 +31,7 @@ check: $(READY) ## format, lint, types, import contracts, and the rules that scr
 	$(PY) scripts/verify_migrations_frozen.py
 	$(PY) scripts/mutate.py --check
 	$(PY) scripts/verify_clauses.py
+	$(PY) scripts/build_notebooks.py --check
 
 test: $(READY) ## every test, in parallel; ARGS="-k lease" chooses
 	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
@@ -53,6 +54,9 @@ verify: check test ## all of it: check, test, the curriculum, and the command li
 	$(VENV)/bin/sovereign-agent supervisor --root "$$box/organization" --once && \
 	$(VENV)/bin/sovereign-agent demo store --mode simulated --root "$$box/shop" && \
 	$(VENV)/bin/sovereign-agent demo store --mode simulated --root "$$box/shop"
+
+book: $(READY) ## build the course's notebooks from its chapters
+	$(PY) scripts/build_notebooks.py
 
 bench: $(READY) ## measure; ARGS go to the tool
 	$(PY) benchmarks/run.py $(ARGS)
