@@ -80,7 +80,6 @@ class Lab:
         self.trouble = ""
         self.exit_status: int | None = None
         self._authority = database.authority
-        self._asked = 0
         ours, theirs = socket.socketpair()
         with ours, theirs:
             self._worker = subprocess.Popen(  # noqa: S603 - this file itself
@@ -135,17 +134,15 @@ class Lab:
         self.database.close()
 
     def _ask(self, request: dict[str, object]) -> str:
-        self._asked += 1
         try:
-            self._line.write(json.dumps(request | {"number": self._asked}) + "\n")
+            self._line.write(json.dumps(request) + "\n")
             self._line.flush()
             told = json.loads(self._line.readline(MOST_CHARACTERS))
-            answer, wrong, number = str(told["answer"]), str(told["wrong"]), told["number"]
+            answer, wrong = str(told["answer"]), str(told["wrong"])
         except (OSError, ValueError, KeyError, TypeError):
             self._end()
             raise WorkerGone(f"The worker's process {ending(self.exit_status)} before it answered.") from None
-        if wrong or number != self._asked:
-            self._note(wrong or "The worker answered more often than it was asked.")
+        self._note(wrong)
         return answer
 
     def _require_date(self, now: float | None) -> None:
@@ -201,7 +198,9 @@ def named(error: BaseException, function: str) -> str:
     """An exception in one line: its name, what it says, and the last line of the function that it came through."""
     walked = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     lines = [line - code.co_firstlineno + 1 for code, line in walked if code.co_name == function]
-    said = f"{type(error).__name__}: {error}"[:500].removesuffix(": ")
+    said = " ".join(filter(None, [f"{type(error).__name__}:", str(error), getattr(error, "why", "")]))[:500].rstrip(
+        ":."
+    )
     return f"{said} (line {lines[-1]} of {function})" if lines else said
 
 
@@ -215,10 +214,10 @@ def work(function: str, box: Path, descriptor: int) -> int:
     append = None
     with socket.socket(fileno=descriptor) as ours, ours.makefile("rw", encoding="utf-8") as line:
         for request in line:
-            asked, answer, wrong = json.loads(request), "appended", ""
+            answer, wrong = "appended", ""
             try:
                 append = append or appending(box)
-                append(asked)
+                append(**json.loads(request))
             except PermissionError as error:
                 answer = str(error)
             except NotImplementedError as error:
@@ -228,20 +227,20 @@ def work(function: str, box: Path, descriptor: int) -> int:
                 answer = named(error, function)
                 wrong = f"The function {function} did not do its work: {answer}."
             wrong = started[0] if started else wrong
-            line.write(json.dumps({"answer": answer, "wrong": wrong, "number": asked["number"]}) + "\n")
+            line.write(json.dumps({"answer": answer, "wrong": wrong}) + "\n")
             line.flush()
     return 0
 
 
-def appending(box: Path) -> Callable[[dict[str, Any]], object]:
+def appending(box: Path) -> Callable[..., int]:
     """Import the learner's copy, open the ledger with it, and return what appends one line under a claim."""
     from sovereign_agent import assistant_work, database, records  # noqa: PLC0415 - the learner's copy
 
     ledger = database.Database(box / "shop" / "ledger.db", create=False)
 
-    def append(asked: dict[str, Any]) -> int:
-        message = {"role": "assistant", "content": asked["text"]}
-        return assistant_work.observe(ledger, records.Claim(**asked["claim"]), message, now=asked["now"])
+    def append(claim: dict[str, Any], text: str, now: float | None) -> int:
+        message = {"role": "assistant", "content": text}
+        return assistant_work.observe(ledger, records.Claim(**claim), message, now=now)
 
     return append
 

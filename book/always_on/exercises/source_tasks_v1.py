@@ -476,30 +476,30 @@ def _read_handoff(path: Path) -> dict[str, Any]:
 def _drive(function: str, box: Path) -> dict[str, Any]:
     """Run the driver in a box and return what it reported. When this returns, its process group has ended."""
     nonce = secrets.token_hex(16)
-    report, descriptor = os.pipe()
-    command = [sys.executable, "-B", "-P", str(box / "runner.py"), "drive", function, str(box), str(descriptor)]
-    try:
-        driver = subprocess.Popen(  # noqa: S603 - the copied runner
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=_environment(box),
-            cwd=box,
-            pass_fds=[descriptor],
-            start_new_session=True,
-        )
-    finally:
-        os.close(descriptor)
-    with driver, os.fdopen(report, "rb") as reports:
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as reports:
         try:
-            with suppress(OSError):  # it may have ended already
-                driver.stdin.write(nonce.encode())
-                driver.stdin.close()
-            (told, out, err), trouble = _read([reports, driver.stdout, driver.stderr])
+            driver = subprocess.Popen(  # noqa: S603 - the copied runner
+                [sys.executable, "-B", "-P", str(box / "runner.py"), "drive", function, str(box), str(writing)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=_environment(box),
+                cwd=box,
+                pass_fds=[writing],
+                start_new_session=True,
+            )
         finally:
-            with suppress(OSError):
-                os.killpg(driver.pid, signal.SIGKILL)
+            os.close(writing)
+        with driver:
+            try:
+                with suppress(OSError):  # it may have ended already
+                    driver.stdin.write(nonce.encode())
+                    driver.stdin.close()
+                (told, out, err), trouble = _read([reports, driver.stdout, driver.stderr])
+            finally:
+                with suppress(OSError):
+                    os.killpg(driver.pid, signal.SIGKILL)
     printed = {"stdout": out.decode(errors="replace"), "stderr": err.decode(errors="replace")}
     return _report(told, nonce, trouble) | printed
 
