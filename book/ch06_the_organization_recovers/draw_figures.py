@@ -12,6 +12,7 @@ The chapter draws the reader's own race with `race`, too.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -84,7 +85,7 @@ def moves(noun: str) -> set[tuple[str, str]]:
     found = set[tuple[str, str]]()
     for chain in re.split(r" {2,}", listed[1].strip()):
         stations = [re.split(r" *[,|] *", station) for station in chain.split(" -> ")]
-        for sources, targets in zip(stations, stations[1:], strict=False):
+        for sources, targets in itertools.pairwise(stations):
             found |= {(source, target) for source in sources for target in targets}
     return found
 
@@ -139,7 +140,8 @@ def race(story: Story) -> str:
         parts += lane(who, y, {what.split()[0]: (at, what) for at, name, what in story if name == who}, end)
     parts += [dot(26, 276), text(36, 280, "looked", "small", "start")]
     parts += [box((96, 269, 24, 14), "late"), text(126, 280, "waited for the ledger", "small", "start")]
-    parts += [box((262, 269, 24, 14), "won"), box((290, 269, 24, 14), "lost"), text(320, 280, "had it", "small", "start")]
+    parts += [box((262, 269, 24, 14), "won"), box((290, 269, 24, 14), "lost")]
+    parts += [text(320, 280, "had it", "small", "start")]
     return picture(760, 300, "Two supervisors race for one abandoned run", parts)
 
 

@@ -41,7 +41,7 @@ TABLES = """
         reason  TEXT NOT NULL
     );
 """
-NO_PAPER = "CREATE TRIGGER no_paper BEFORE INSERT ON slips BEGIN SELECT RAISE(ABORT, 'the printer is out of paper'); END"
+NO_PAPER = "CREATE TRIGGER no_paper BEFORE INSERT ON slips BEGIN SELECT RAISE(ABORT, 'out of paper'); END"
 
 OUT = ("OUT", TICKET, BACK_BY)
 CLOSED = ("FAILED", None, None)
@@ -94,7 +94,10 @@ def office(state: str = "OUT", ticket: int | None = TICKET, back_by: int | None 
 def come_home(db: sqlite3.Connection, trip: str, ticket: int) -> bool:
     """What a driver's own process does at the end of a round: finish it, if the ticket is still the current one."""
     finished = db.execute(
-        "UPDATE trips SET state = 'DONE', ticket = NULL, back_by = NULL WHERE trip = ? AND state = 'OUT' AND ticket = ?",
+        """
+        UPDATE trips SET state = 'DONE', ticket = NULL, back_by = NULL
+         WHERE trip = ? AND state = 'OUT' AND ticket = ?
+        """,
         (trip, ticket),
     )
     return finished.rowcount == 1
@@ -108,7 +111,7 @@ def a_lost_trip_is_failed(close_overdue: CloseOverdue) -> str:
     with office() as here:
         (here.folder / "note.json").unlink()  # this one is about the ledger alone
         answer = here.ask(close_overdue)
-        return wrong(answer, True, here, CLOSED, LOST)
+        return wrong(here, CLOSED, LOST, said=answer, right=True)
 
 
 def the_note_is_kept_and_not_believed(close_overdue: CloseOverdue) -> str:
@@ -117,35 +120,35 @@ def the_note_is_kept_and_not_believed(close_overdue: CloseOverdue) -> str:
         answer = here.ask(close_overdue)
         if not (here.folder / "note.json").exists():
             return "the note is gone: it was evidence"
-        return wrong(answer, True, here, CLOSED, LOST)
+        return wrong(here, CLOSED, LOST, said=answer, right=True)
 
 
 def a_trip_with_time_left_is_left_alone(close_overdue: CloseOverdue) -> str:
     """Hint: which part of the WHERE clause looks at the clock?"""
     with office() as here:
         answer = here.ask(close_overdue, now=BACK_BY - 1)
-        return wrong(answer, False, here, OUT, [])
+        return wrong(here, OUT, [], said=answer, right=False)
 
 
 def the_last_minute_is_over_when_it_comes(close_overdue: CloseOverdue) -> str:
     """Hint: at exactly back_by the driver may no longer go on, so the trip can be closed: <= and not <."""
     with office() as here:
         answer = here.ask(close_overdue, now=BACK_BY)
-        return wrong(answer, True, here, CLOSED, LOST)
+        return wrong(here, CLOSED, LOST, said=answer, right=True)
 
 
 def a_finished_trip_is_left_alone(close_overdue: CloseOverdue) -> str:
     """Hint: somebody finished it between your look and your write. Only a trip that is OUT can be lost."""
     with office("DONE", TICKET, BACK_BY) as here:
         answer = here.ask(close_overdue)
-        return wrong(answer, False, here, ("DONE", TICKET, BACK_BY), [])
+        return wrong(here, ("DONE", TICKET, BACK_BY), [], said=answer, right=False)
 
 
 def a_newer_ticket_is_left_alone(close_overdue: CloseOverdue) -> str:
     """Hint: you were asked about ticket 71. The trip went out again under 72, and that one is not yours to close."""
     with office("OUT", TICKET + 1, BACK_BY) as here:
         answer = here.ask(close_overdue)
-        return wrong(answer, False, here, ("OUT", TICKET + 1, BACK_BY), [])
+        return wrong(here, ("OUT", TICKET + 1, BACK_BY), [], said=answer, right=False)
 
 
 def a_second_call_writes_nothing(close_overdue: CloseOverdue) -> str:
@@ -153,7 +156,7 @@ def a_second_call_writes_nothing(close_overdue: CloseOverdue) -> str:
     with office() as here:
         here.ask(close_overdue)
         answer = here.ask(close_overdue, now=NOW + 1)
-        return wrong(answer, False, here, CLOSED, LOST)
+        return wrong(here, CLOSED, LOST, said=answer, right=False)
 
 
 def state_and_slip_come_together_or_not_at_all(close_overdue: CloseOverdue) -> str:
@@ -168,7 +171,7 @@ def state_and_slip_come_together_or_not_at_all(close_overdue: CloseOverdue) -> s
             pass
         else:
             return "the slip could not be written, and the caller was not told"
-        return wrong(None, None, here, OUT, [])
+        return wrong(here, OUT, [])
 
 
 def of_two_at_once_one_closes_it(close_overdue: CloseOverdue) -> str:
@@ -198,7 +201,7 @@ def of_two_at_once_one_closes_it(close_overdue: CloseOverdue) -> str:
             each.start()
         for each in both:
             each.join()
-        return wrong(sorted(answers, key=str), [False, True], here, CLOSED, LOST)
+        return wrong(here, CLOSED, LOST, said=sorted(answers, key=str), right=[False, True])
 
 
 def a_late_driver_changes_nothing(close_overdue: CloseOverdue) -> str:
@@ -207,7 +210,7 @@ def a_late_driver_changes_nothing(close_overdue: CloseOverdue) -> str:
         here.ask(close_overdue)
         with closing(here.open()) as db:
             answer = come_home(db, TRIP, TICKET)
-        return wrong(answer, False, here, CLOSED, LOST)
+        return wrong(here, CLOSED, LOST, said=answer, right=False)
 
 
 CHECKS = (
@@ -260,7 +263,9 @@ def report(needs_work: dict[str, str]) -> dict[str, Any]:
     return {**result, "needs_work": needs_work}
 
 
-def wrong(answer: Any, right_answer: Any, here: Office, trip: tuple[Any, ...], slips: list[tuple[Any, ...]]) -> str:
+def wrong(
+    here: Office, trip: tuple[Any, ...], slips: list[tuple[Any, ...]], *, said: Any = None, right: Any = None
+) -> str:
     """What differs from what should be, in words; empty if nothing does."""
-    pairs = (("answer", answer, right_answer), ("trip", here.trip(), trip), ("slips", here.slips(), slips))
-    return "; ".join(f"{what}: {is_!r} instead of {right!r}" for what, is_, right in pairs if is_ != right)
+    pairs = (("answer", said, right), ("trip", here.trip(), trip), ("slips", here.slips(), slips))
+    return "; ".join(f"{what}: {found!r} instead of {due!r}" for what, found, due in pairs if found != due)
