@@ -47,6 +47,7 @@ import yaml
 
 EDITIONS = ("student", "instructor")
 PACKAGES = ("sovereign_agent", "reference_organizations")
+KIT = "sovereign_agent.testing"  # large, and only the verbs that simulate and torture ask for it
 HARNESS = "book/always_on/**/*.py"
 SETUP = Path(__file__).with_name("notebook_setup.py")
 PAYLOAD = re.compile(r'(?<=^PAYLOAD = """\n).*?(?=^""")', re.DOTALL | re.MULTILINE)
@@ -95,7 +96,6 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing: say what differs from the sources")
     arguments = parser.parse_args()
     root: Path = arguments.root.resolve()
-    sys.path.insert(0, str(root / "src"))
     try:
         notebooks = build(root)
     except BookError as error:
@@ -117,6 +117,7 @@ def main() -> int:
 
 def build(root: Path) -> list[Notebook]:
     """Every notebook of the book."""
+    sys.path.insert(0, str(root / "src"))  # where grimp looks
     return [notebook for path in sorted(root.glob("book/*/*.md")) for notebook in editions(root, path)]
 
 
@@ -273,11 +274,9 @@ def teaching_files(
     ]
     modules = closure(graph, {name for program in programs for name in imported(program)})
     for module in modules:
-        file = root / "src" / module.replace(".", "/")
-        if file.is_dir():  # a package, with what it reads beside its modules
-            paths |= {path for path in file.glob("*") if path.is_file() and path.suffix not in {".py", ".pyc"}}
-            paths |= {path for path in file.glob("*/*") if path.suffix == ".sql"}
-        paths |= {path for path in (file.with_suffix(".py"), file / "__init__.py") if path.is_file()}
+        place = root / "src" / module.replace(".", "/")
+        paths |= {path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()}
+    paths |= {companion for path in paths if path.suffix == ".py" for companion in companions(path)}
     files = {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in sorted(paths)}
     return files, requirements(root, modules)
 
@@ -294,14 +293,25 @@ def imported(program: str) -> Iterator[str]:
                 continue
 
 
+def companions(path: Path) -> Iterator[Path]:
+    """What a module names in quotes and has beside it: a file that it reads or runs, or a folder of them."""
+    for name in re.findall(r'"(\w[\w.-]*)"', path.read_text(encoding="utf-8")):
+        beside = path.parent / name
+        if beside.is_file():
+            yield beside
+        elif beside.is_dir() and not (beside / "__init__.py").exists():
+            yield from (file for file in beside.iterdir() if file.is_file())
+
+
 def closure(graph: grimp.ImportGraph, names: set[str]) -> set[str]:
-    """These modules, the packages that they are in, and whatever is imported on their way."""
+    """These modules, the packages that they are in, and whatever is imported on their way, but for the kit."""
     found: set[str] = set()
     pending = {name for name in names if name in graph.modules}
     while pending:
         module = pending.pop()
         found.add(module)
-        pending |= {*graph.find_modules_directly_imported_by(module), module.rpartition(".")[0]} - found - {""}
+        imported_here = {*graph.find_modules_directly_imported_by(module), module.rpartition(".")[0]} - {""}
+        pending |= {name for name in imported_here - found if not name.startswith(KIT)}
     return found
 
 
