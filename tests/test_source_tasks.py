@@ -9,6 +9,7 @@ import runpy
 import shutil
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 
 import psutil
@@ -195,6 +196,8 @@ def test_steps_out_of_order_are_refused(harness, task):
     task.inject_failure()
     with pytest.raises(ValueError, match="injected already"):
         task.inject_failure()
+    with pytest.raises(ValueError, match="A probe is given as the text of its source, and this is dict"):
+        task.transfer("X", {}, {})
     task.close()
     task.close()
     for act in (lambda: task.visible("X"), lambda: task.install(HEAD), lambda: task.load("x")):
@@ -320,12 +323,14 @@ def test_whatever_a_function_does_instead_needs_work_in_words(task, body, reason
 @pytest.mark.parametrize("body", ["while True: pass", "import time; time.sleep(60)"])
 def test_a_function_that_does_not_end_is_ended(harness, task, monkeypatch, body):
     monkeypatch.setattr(harness, "SECONDS", 2)
+    begun = time.monotonic()
     result = judged(task, f"{HEAD}    {body}\n")
+    assert time.monotonic() - begun < 9, "it was ended, and not waited for until its own limits"
     assert (result["status"], result["reason"]) == ("NEEDS_WORK", "It did not end within 2 seconds.")
 
 
 SOURCES = {
-    "no Python": ("def assert_current(:\n    pass\n", "The source is not Python: invalid syntax (line 1)."),
+    "no Python": ("def assert_current(:\n    pass\n", "The source is not Python: "),
     "indented": ("    def assert_current():\n        pass\n", "The source is not Python: unexpected indent (line 1)."),
     "another name": ("def assert_curent():\n    pass\n", "The source must define the function assert_current, and"),
     "more": (f"import os\n{HEAD}    pass\n", "and nothing else at its top level."),

@@ -113,7 +113,7 @@ class Lab:
         from sovereign_agent import assistant_work  # noqa: PLC0415 - from the copy that PYTHONPATH names
 
         found = assistant_work.transcript(self.database.connection, work_id)
-        return [json.loads(row["message"])["content"] for row in found]
+        return [json.loads(line["message"])["content"] for line in found]
 
     def replace_epoch(self) -> None:
         """Begin another epoch, in the control row and in the marker, and change nothing else.
@@ -198,9 +198,8 @@ def named(error: BaseException, function: str) -> str:
     """An exception in one line: its name, what it says, and the last line of the function that it came through."""
     walked = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     lines = [line - code.co_firstlineno + 1 for code, line in walked if code.co_name == function]
-    said = " ".join(filter(None, [f"{type(error).__name__}:", str(error), getattr(error, "why", "")]))[:500].rstrip(
-        ":."
-    )
+    words = f"{type(error).__name__}: {error} {getattr(error, 'why', '')}".split()
+    said = " ".join(words)[:500].rstrip(":.")
     return f"{said} (line {lines[-1]} of {function})" if lines else said
 
 
@@ -218,8 +217,8 @@ def work(function: str, box: Path, descriptor: int) -> int:
             try:
                 append = append or appending(box)
                 append(**json.loads(request))
-            except PermissionError as error:
-                answer = str(error)
+            except PermissionError as refusal:
+                answer = str(refusal)
             except NotImplementedError as error:
                 answer = named(error, function)
                 wrong = f"The function {function} is not finished: {answer}."

@@ -26,6 +26,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 import tokenize
 import warnings
@@ -34,7 +35,6 @@ from contextlib import suppress
 from copy import deepcopy
 from itertools import accumulate
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType, TracebackType
 from typing import IO, Any, Self
 
@@ -151,7 +151,7 @@ class RuntimeLab:
         self.source = self.fragment
         self._unsound = ""
         self._broken: tuple[str, str] | None = None
-        self._scratch: TemporaryDirectory[str] | None = TemporaryDirectory(
+        self._scratch: tempfile.TemporaryDirectory[str] | None = tempfile.TemporaryDirectory(
             prefix="course-task-", ignore_cleanup_errors=True
         )
 
@@ -243,7 +243,7 @@ class RuntimeLab:
         scratch = self._require_open()
         told = {"observation": None, "trouble": self._unsound, "exit_status": None, "stdout": "", "stderr": ""}
         if not self._unsound:
-            with TemporaryDirectory(prefix="run-", dir=scratch, ignore_cleanup_errors=True) as box:
+            with tempfile.TemporaryDirectory(prefix="run-", dir=scratch, ignore_cleanup_errors=True) as box:
                 self._fill(Path(box), probe)
                 told = _drive(self.spec["function"], Path(box))
             told["trouble"] = self._changed() or told["trouble"]
@@ -299,9 +299,14 @@ class SourceTask(RuntimeLab):
     ) -> dict[str, Any]:
         """Run a changed probe on the copy: by default the spec's `transfer_probe`, against `transfer_expected`.
 
-        `probe_source` defines ``probe(lab)``, which returns the observation: a dictionary that JSON can hold.
+        `probe_source` defines ``probe(lab)``, which returns the observation: a dictionary that JSON can hold. It has
+        ``lab.database``, ``lab.folder``, ``lab.observe(claim, text, now=None)`` (the installed function is asked, and
+        the rows are counted: ``{"answer": ..., "rows": ...}``), ``lab.rows()``, ``lab.lines(work_id)`` and
+        ``lab.replace_epoch()``.
         """
         probe = self.spec["transfer_probe"] if probe_source is None else probe_source
+        if not isinstance(probe, str):
+            raise TaskRefused(f"A probe is given as the text of its source, and this is {type(probe).__name__}.")
         return self._compare(label, probe, self.spec["transfer_expected"] if expected is None else expected)
 
     def save(self, path: Path | str, result: Mapping[str, Any]) -> None:
@@ -336,8 +341,7 @@ class SourceTask(RuntimeLab):
             if handoff[key] != value:
                 raise TaskRefused(
                     f"The handoff {path} is of another edition: its {key} is {_text(handoff[key]):.100}, "
-                    f"and here it is {_text(value)}. "
-                    "Run visible() and save() with this edition."
+                    f"and here it is {_text(value)}. Run visible() and save() with this edition."
                 )
         source = handoff["source"]
         altered = _unsound(source, self.spec["function"])
@@ -377,7 +381,7 @@ def _unsound(source: object, function: str) -> str:
             warnings.simplefilter("ignore")
             body = ast.parse(source).body
     except SyntaxError as error:
-        return f"The source is not Python: {error.msg} (line {error.lineno})."
+        return f"The source is not Python: {error.msg} (line {error.lineno or 'unknown'})."
     except (ValueError, RecursionError, MemoryError) as error:
         return f"The source is not Python that can be read: {type(error).__name__}: {error}."
     if len(body) != 1 or not isinstance(body[0], ast.FunctionDef) or body[0].name != function:
@@ -505,13 +509,9 @@ def _drive(function: str, box: Path) -> dict[str, Any]:
 
 
 def _environment(box: Path) -> dict[str, str]:
-    """What the driver sees of the environment: no keys, and of PYTHONPATH no other copy of the package."""
+    """What the driver sees of the environment: where programs and packages are, and no keys."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
-    others = [
-        entry
-        for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        if entry and not (Path(entry) / "sovereign_agent").exists()
-    ]
+    others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     original, learner = (os.pathsep.join([str(box / side / "src"), *others]) for side in ("original", "learner"))
     return kept | {"PYTHONPATH": original, "LEARNER_PYTHONPATH": learner, "TMPDIR": str(box)}
 
