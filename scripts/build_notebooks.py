@@ -51,6 +51,7 @@ KIT = "sovereign_agent.testing"  # large, and only the verbs that simulate and t
 HARNESS = "book/always_on/**/*.py"
 SETUP = Path(__file__).with_name("notebook_setup.py")
 PAYLOAD = re.compile(r'(?<=^PAYLOAD = """\n).*?(?=^""")', re.DOTALL | re.MULTILINE)
+MAGIC = re.compile(r"^[%!].*", re.MULTILINE)
 FRONT_MATTER = re.compile(r"\A---\n(.*?)^---\n", re.DOTALL | re.MULTILINE)
 DIRECTIVE = re.compile(r"^<!-- (?:include: (?P<include>\S+)|(?P<setup>setup)) -->\n?", re.MULTILINE)
 EXPECTED = re.compile(r"\A```text expected\n(.*?)^```\n*", re.DOTALL | re.MULTILINE)
@@ -207,7 +208,8 @@ def stretch(name: str, text: str, begin: int, end: int) -> Iterator[Cell]:
             node.source = node.source[expected.end() :]
             place = f"{name}:{line_of(text, at + expected.end())}"
         code = None
-        if "```text expected" in node.source:
+        if (stray := node.source.find("```text expected")) >= 0:
+            place = f"{name}:{line_of(text, text.index(node.source, at) + stray)}"
             raise BookError(f"{place}: an expectation stands right after the code cell whose output it is")
         yield from prose(name, Cell("markdown", node.source, place, tags, dict(node.metadata)))
 
@@ -241,10 +243,15 @@ def unlinked(words: str) -> str:
 def setup(root: Path, course: dict[str, Any], cells: list[Cell]) -> Cell:
     """The set-up cell of a notebook with these cells, in the place of the one that is empty yet."""
     cell = next(cell for cell in cells if "setup" in cell.tags)
-    files, requirements = teaching_files(root, course, cells, cell.place)
+    paths = {root / name for cell in cells for name in cell.files} | {*root.glob(HARNESS)}
+    for pattern in course.get("files", []):
+        paths |= (found := {*root.glob(pattern)})
+        if not found:
+            raise BookError(f"{cell.place}: the front matter's files: name {pattern}, which does not exist")
+    files, required = teaching_files(root, paths, cells)
     values = {
         "WORK": course["work"],
-        "REQUIRED": requirements,
+        "REQUIRED": required,
         "FILES": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()},
     }
     source = SETUP.read_text(encoding="utf-8").strip()
@@ -256,34 +263,30 @@ def setup(root: Path, course: dict[str, Any], cells: list[Cell]) -> Cell:
     return replace(cell, source=PAYLOAD.sub(lambda _: lines, source))
 
 
-def teaching_files(
-    root: Path, course: dict[str, Any], cells: list[Cell], place: str
-) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """The files that a notebook needs with their text, and what must be installed for them."""
-    paths = {root / name for cell in cells for name in cell.files} | {*root.glob(HARNESS)}
-    for pattern in course.get("files", []):
-        paths |= (found := {*root.glob(pattern)})
-        if not found:
-            raise BookError(f"{place}: the front matter's files: name {pattern}, which does not exist")
+def teaching_files(root: Path, paths: set[Path], cells: list[Cell]) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """These files and what they and the cells need of src/, each with its text; and what must be installed for it."""
+    programs = {path.as_posix(): path.read_text(encoding="utf-8") for path in paths if path.suffix == ".py"}
+    programs |= {cell.place: MAGIC.sub("", cell.source) for cell in cells if cell.kind == "code"}
+    names = {name for place, program in programs.items() for name in imported(place, program)}
     graph = grimp.build_graph(
         *PACKAGES, include_external_packages=True, exclude_type_checking_imports=True, cache_dir=None
     )
-    programs = [path.read_text(encoding="utf-8") for path in paths if path.suffix == ".py"]
-    programs += [
-        "\n".join(re.sub("^[%!].*", "", cell.source, flags=re.MULTILINE) for cell in cells if cell.kind == "code")
-    ]
-    modules = closure(graph, {name for program in programs for name in imported(program)})
+    modules = closure(graph, names)
     for module in modules:
-        place = root / "src" / module.replace(".", "/")
-        paths |= {path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()}
+        stem = root / "src" / module.replace(".", "/")
+        paths |= {path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()}
     paths |= {companion for path in paths if path.suffix == ".py" for companion in companions(path)}
     files = {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in sorted(paths)}
-    return files, requirements(root, modules)
+    return files, requirements(root, modules | names)
 
 
-def imported(program: str) -> Iterator[str]:
+def imported(place: str, program: str) -> Iterator[str]:
     """Each name that a program imports, wherever in it."""
-    for node in ast.walk(ast.parse(program)):
+    try:
+        tree = ast.parse(program)
+    except SyntaxError as error:
+        raise BookError(f"{place}: its line {error.lineno} is no Python: {error.msg}") from None
+    for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
                 yield from (alias.name for alias in names)
@@ -299,7 +302,7 @@ def companions(path: Path) -> Iterator[Path]:
         beside = path.parent / name
         if beside.is_file():
             yield beside
-        elif beside.is_dir() and not (beside / "__init__.py").exists():
+        elif beside.is_dir() and name != "__pycache__" and not (beside / "__init__.py").exists():
             yield from (file for file in beside.iterdir() if file.is_file())
 
 
@@ -333,7 +336,7 @@ def written(cells: list[Cell], about: dict[str, Any]) -> str:
     seen: Counter[str] = Counter()
     nodes = []
     for cell in cells:
-        digest = hashlib.sha256(f"{cell.kind}\n{cell.source}".encode()).hexdigest()[:12]
+        digest = hashlib.sha256(f"{cell.kind}\n{PAYLOAD.sub('', cell.source)}".encode()).hexdigest()[:12]
         seen[digest] += 1
         make = nbformat.v4.new_code_cell if cell.kind == "code" else nbformat.v4.new_markdown_cell
         metadata = cell.metadata | ({"tags": [*cell.tags]} if cell.tags else {})

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from build_notebooks import Notebook
 
-CELL_SECONDS = 120
 INSTALL_SECONDS = 300
+MINORS = range(11, 15)  # of Python 3: what pyproject.toml declares
 MAKE_VENV = Path(__file__).with_name("make_venv")
 MANAGED = (".pyenv/versions/*/bin", ".local/share/uv/python/*/bin")  # where version managers keep interpreters
 PIN = re.compile(r"^[\w.-]+==[^\\\n]+", re.MULTILINE)
@@ -66,17 +66,23 @@ def environments(folder: Path, root: Path, notebooks: list[Notebook]) -> Iterato
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(PIN.findall((root / "constraints.txt").read_text(encoding="utf-8"))))
     packages = sorted({package for notebook in notebooks for package in asked_for(notebook)})
-    for minor in range(11, 30):
+    for minor in MINORS:
         place = folder / f"python3.{minor}"
         if any(succeeds(MAKE_VENV, place, python) for python in interpreters(minor)):
             python = place / "bin" / "python"
-            install = [python, "-m", "pip", "install", "--quiet", "--constraint", constraints, "ipykernel", *packages]
-            subprocess.run(install, check=True, timeout=INSTALL_SECONDS)
+            install = ["-m", "pip", "install", "--quiet", "--constraint", constraints, "ipykernel", *packages]
+            done = subprocess.run(
+                [python, *install], capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False
+            )
+            if done.returncode != 0:
+                sys.exit(f"{done.stderr}Nothing ran: pip could not install {', '.join(packages)} for Python 3.{minor}.")
             yield without_repository(python)
 
 
 def interpreters(minor: int) -> Iterator[str]:
-    """Whatever is called python3.minor, on PATH or where version managers keep it; not each of them runs."""
+    """This one, and whatever is called python3.minor on PATH or where version managers keep it: not each will run."""
+    if minor == sys.version_info.minor:
+        yield sys.executable
     managed = [str(place) for pattern in MANAGED for place in sorted(Path.home().glob(pattern))]
     for place in [*os.environ.get("PATH", "").split(os.pathsep), *managed]:
         if found := shutil.which(f"python3.{minor}", path=place):
@@ -96,11 +102,11 @@ def asked_for(notebook: Notebook) -> list[str]:
 
 def without_repository(python: Path) -> Environment:
     """The environment, if really nothing of ours can be imported in it."""
-    look = (
-        "import importlib.util, platform; print(importlib.util.find_spec('sovereign_agent'), platform.python_version())"
-    )
-    found, release = subprocess.check_output([python, "-I", "-c", look], text=True, cwd="/").split()
-    if found != "None":
+    look = "import platform; from importlib.util import find_spec; print(find_spec('sovereign_agent') is None)"
+    absent, release = subprocess.check_output(
+        [python, "-I", "-c", f"{look}; print(platform.python_version())"], text=True, cwd="/"
+    ).split()
+    if absent != "True":
         raise RuntimeError(f"{python} finds sovereign_agent: a notebook there would not run what it brings with it")
     return Environment(python, release)
 
@@ -108,12 +114,12 @@ def without_repository(python: Path) -> Environment:
 # -- one notebook
 
 
-def attend(notebook: Notebook, environment: Environment, root: Path) -> list[str]:
+def attend(notebook: Notebook, environment: Environment, root: Path, cell_seconds: int) -> list[str]:
     """Run a notebook from top to bottom, as on a learner's first day: what is not as its chapter says."""
     name = f"{notebook.path.relative_to(root).as_posix()} on Python {environment.release}"
     with tempfile.TemporaryDirectory(prefix="learner-") as box:
         nodes = nbformat.reads(notebook.text, as_version=4)
-        problems = run(notebook, nodes, environment, Path(box))
+        problems = run(notebook, nodes, environment, Path(box), cell_seconds)
         problems += [f"left running: {command}" for command in end_all(box)]
     printed = [
         "".join(output.text for output in node.get("outputs", ()) if output.get("name") == "stdout")
@@ -124,7 +130,9 @@ def attend(notebook: Notebook, environment: Environment, root: Path) -> list[str
     return [f"{name}: {problem}" for problem in problems]
 
 
-def run(notebook: Notebook, nodes: nbformat.NotebookNode, environment: Environment, box: Path) -> list[str]:
+def run(
+    notebook: Notebook, nodes: nbformat.NotebookNode, environment: Environment, box: Path, cell_seconds: int
+) -> list[str]:
     """Execute the cells in a kernel of their own; what stopped it."""
     for folder in ("home", "tmp", "work", "kernels/python3"):
         (box / folder).mkdir(parents=True)
@@ -143,7 +151,7 @@ def run(notebook: Notebook, nodes: nbformat.NotebookNode, environment: Environme
             KernelManager={"transport": "ipc", "connection_file": str(box / "kernel.json")},
             KernelSpecManager={"kernel_dirs": [str(box / "kernels")], "ensure_native_kernel": False},
         ),
-        timeout=CELL_SECONDS,
+        timeout=cell_seconds,
         on_cell_start=enter,
         resources={"metadata": {"path": str(box / "work")}},
     )
@@ -153,7 +161,7 @@ def run(notebook: Notebook, nodes: nbformat.NotebookNode, environment: Environme
         try:
             client.execute(env=settings, stdout=subprocess.DEVNULL, stderr=log)
         except CellTimeoutError:
-            return [f"{where(notebook, at)} did not end within {CELL_SECONDS} seconds"]
+            return [f"{where(notebook, at)} did not end within {cell_seconds} seconds"]
         except CellExecutionError as error:
             trace = COLOUR.sub("", error.traceback).splitlines()
             return [indented(f"{where(notebook, at)} raised {error.ename}: {error.evalue}", trace[-15:])]

@@ -45,13 +45,14 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
     parser.add_argument("--here", action="store_true", help="install nothing: this Python alone, with what it has")
     parser.add_argument("--only", default="", metavar="TEXT", help="the notebooks whose path holds it")
+    parser.add_argument("--cell-seconds", type=int, default=120, metavar="N", help="how long a cell may take")
     arguments = parser.parse_args()
     root = arguments.root.resolve()
     problems: list[str] = []
     if arguments.part != "notebooks":
         problems += verify_documents(root)
     if arguments.part != "documents":
-        problems += verify_notebooks(root, arguments.only, here=arguments.here)
+        problems += verify_notebooks(root, arguments.only, arguments.cell_seconds, here=arguments.here)
     for problem in problems:
         print(problem)
     return int(bool(problems))
@@ -128,7 +129,7 @@ def started(root: Path, program: Path, *words: str) -> subprocess.CompletedProce
 # -- notebooks
 
 
-def verify_notebooks(root: Path, only: str, *, here: bool) -> list[str]:
+def verify_notebooks(root: Path, only: str, cell_seconds: int, *, here: bool) -> list[str]:
     """Run each notebook that the chapters give, on each Python."""
     import build_notebooks  # noqa: PLC0415 - the documents can be held to the tree without Jupyter
     import learner  # noqa: PLC0415
@@ -144,9 +145,11 @@ def verify_notebooks(root: Path, only: str, *, here: bool) -> list[str]:
         place = Path(box)
         found = [learner.environment_here(place)] if here else [*learner.environments(place, root, notebooks)]
         visits = [(notebook, environment) for environment in found for notebook in notebooks]
-        problems = [*pool.map(lambda visit: learner.attend(*visit, root), visits)]
-    releases = ", ".join(environment.release for environment in found)
-    print(f"notebooks: {len(notebooks)} ran on each Python that was found: {releases}")
+        problems = [*pool.map(lambda visit: learner.attend(*visit, root, cell_seconds), visits)]
+    releases = [environment.release for environment in found]
+    print(f"notebooks: {len(notebooks)} ran on Python {', '.join(releases)}")
+    if not here and all(release.startswith("3.11.") for release in releases):
+        print("notebooks: no Python from 3.12 on was found: on it nothing ran")
     return [problem for visit in problems for problem in visit]
 
 

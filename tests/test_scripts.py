@@ -1,7 +1,6 @@
 """The house rules that scripts/ hold: each is shown a tree that keeps it and trees that break it by one thing."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -317,7 +316,8 @@ def curriculum(tmp_path):
         tmp_path,
         "README.md",
         "# The top: is `a-b`?\n## Twice\n## Twice\n[On](#twice-1)\n"
-        "`tests/test_a.py::test_b[x]`, `docs/why/`, `tests/*.py`, `/tmp/x`, `a/b`\n```\n`docs/in-a-fence.md`\n# no\n```\n",
+        "`tests/test_a.py::test_b[x]`, `docs/why/`, `tests/*.py`, `/tmp/x`, `a/b`\n"
+        "```\n`docs/in-a-fence.md`\n# no\n```\n",
     )
     return tmp_path
 
