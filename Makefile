@@ -8,7 +8,7 @@ READY := $(VENV)/ready$(if $(PYTHON),-$(subst /,-,$(PYTHON)))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help check test simulate torture mutate verify bench demo constraints clean
+.PHONY: help check test simulate torture mutate curriculum verify book bench demo constraints clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -31,6 +31,7 @@ check: $(READY) ## format, lint, types, import contracts, and the rules that scr
 	$(PY) scripts/verify_migrations_frozen.py
 	$(PY) scripts/mutate.py --check
 	$(PY) scripts/verify_clauses.py
+	$(PY) scripts/build_notebooks.py --check
 
 test: $(READY) ## every test, in parallel; ARGS="-k lease" chooses
 	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
@@ -44,15 +45,20 @@ torture: $(READY) ## kill real workers on both engines, at random and at named p
 mutate: $(READY) ## revert each decisive line in a copy and require that its test goes red; ARGS="--only relay"
 	$(PY) scripts/mutate.py $(ARGS)
 
+curriculum: $(READY) ## hold documents to the tree, and run the notebooks on every Python found; ARGS="notebooks --only ch06"
+	$(PY) scripts/verify_curriculum.py $(ARGS)
+
 # The shop's demo runs twice on one root: the second run meets whatever the first one left held.
-verify: check test ## all of it: check, test, the curriculum, and the command line as the documents use it
-	$(PY) scripts/verify_curriculum.py
+verify: check test curriculum ## all of it: check, test, the curriculum, and the command line as the documents use it
 	@box=$$(mktemp -d) && trap 'rm -rf "$$box"' EXIT && set -ex && \
 	$(VENV)/bin/sovereign-agent init --root "$$box/organization" && \
 	$(VENV)/bin/sovereign-agent doctor --root "$$box/organization" && \
 	$(VENV)/bin/sovereign-agent supervisor --root "$$box/organization" --once && \
 	$(VENV)/bin/sovereign-agent demo store --mode simulated --root "$$box/shop" && \
 	$(VENV)/bin/sovereign-agent demo store --mode simulated --root "$$box/shop"
+
+book: $(READY) ## build the course's notebooks from its chapters
+	$(PY) scripts/build_notebooks.py
 
 bench: $(READY) ## measure; ARGS go to the tool
 	$(PY) benchmarks/run.py $(ARGS)

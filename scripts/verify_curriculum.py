@@ -1,8 +1,16 @@
-"""Hold the documents to the tree: what they point at exists, and the course's program starts.
+"""Hold the documents to the tree, and the course's notebooks to what their chapters say.
 
-Checked in README.md, CONTRIBUTING.md, docs/ and book/: each path in backticks that begins with a folder of this
-project, each relative link, and the tests named as ``tests/file.py::name``; and that Chapter 6's program prints its
-help. Whether a sentence is true is for its reader and for the tests.
+    verify_curriculum.py             both
+    verify_curriculum.py documents   README.md, CONTRIBUTING.md, docs/ and book/: each path in backticks that begins
+                                     with a folder of this project exists, each relative link leads to a file and to
+                                     a heading in it, and the tests named as ``tests/file.py::name`` are there; and
+                                     Chapter 6 shows what its program prints
+    verify_curriculum.py notebooks   each notebook runs from top to bottom in a fresh kernel, on every Python from
+                                     3.11 that is found, where only its own set-up cell can bring our code; each cell
+                                     prints what its chapter shows; a student's edition ends in NEEDS_WORK, an
+                                     instructor's in PASS
+
+Whether a sentence is true is for its reader and for the tests.
 """
 
 from __future__ import annotations
@@ -12,34 +20,54 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CHAPTER = Path("book/ch06_the_organization_recovers/solution.py")
+CHAPTER = Path("book/ch06_the_organization_recovers")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "book/**/*.md")
+PROGRAM_SECONDS = 120
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 NAMED = re.compile(r"`((?:src|tests|scripts|docs|book|benchmarks|\.ci)/[^`\s]*)`")
-LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)[^)]*\)")
+LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*)(#[^)\s]*)?[^)]*\)")
+HEADING = re.compile(r"^#{1,6} +(.*?)[ #]*$", re.MULTILINE)
+ANCHOR = re.compile(r'<a (?:id|name)="([^"]+)"')
 
 
 def main() -> int:
-    """Print what is missing, or one line when nothing is."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print what is wrong, or a line for each part when nothing is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=["documents", "notebooks"])
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
-    root = parser.parse_args().root
-    documents = [
-        path
-        for pattern in ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "book/**/*.md")
-        for path in sorted(root.glob(pattern))
-    ]
-    problems = [*(problem for document in documents for problem in missing(root, document)), *chapter(root)]
+    parser.add_argument("--here", action="store_true", help="install nothing: this Python alone, with what it has")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the notebooks whose path holds it")
+    parser.add_argument("--cell-seconds", type=int, default=120, metavar="N", help="how long a cell may take")
+    arguments = parser.parse_args()
+    root = arguments.root.resolve()
+    problems: list[str] = []
+    if arguments.part != "notebooks":
+        problems += verify_documents(root)
+    if arguments.part != "documents":
+        problems += verify_notebooks(root, arguments.only, arguments.cell_seconds, here=arguments.here)
     for problem in problems:
         print(problem)
-    if not problems:
-        print(f"curriculum: {len(documents)} documents point at what exists, and {CHAPTER.as_posix()} starts")
     return int(bool(problems))
+
+
+# -- documents
+
+
+def verify_documents(root: Path) -> list[str]:
+    """What the documents name and the tree does not have."""
+    documents = [path for pattern in DOCUMENTS for path in sorted(root.glob(pattern))]
+    problems = [*(problem for document in documents for problem in missing(root, document)), *chapter(root)]
+    if not problems:
+        print(f"documents: {len(documents)} point at what exists, and Chapter 6 shows what its program prints")
+    return problems
 
 
 def missing(root: Path, document: Path) -> Iterator[str]:
@@ -53,26 +81,76 @@ def missing(root: Path, document: Path) -> Iterator[str]:
             yield f"{where}: {name} does not exist"
         elif test and f"def {test.partition('[')[0]}(" not in found[0].read_text(encoding="utf-8"):
             yield f"{where}: {name} names a test that does not exist"
-    for link in LINK.findall(text):
-        if not (document.parent / link).exists():
+    for link, anchor in LINK.findall(text):
+        target = document.parent / link if link else document
+        if not target.exists():
             yield f"{where}: the link {link} leads nowhere"
+        elif anchor and target.suffix == ".md" and anchor[1:] not in anchors(target):
+            yield f"{where}: the link {link}{anchor} leads to no heading"
+
+
+def anchors(document: Path) -> set[str]:
+    """The names under which a document's places can be linked to, as the usual viewers make them of its headings."""
+    text = FENCE.sub("", document.read_text(encoding="utf-8"))
+    names: list[str] = []
+    for heading in HEADING.findall(text):
+        name = re.sub(r"[^\w\- ]", "", LINK.sub("]", heading).lower()).replace(" ", "-")
+        names.append(name if name not in names else f"{name}-{names.count(name)}")
+    return {*names, *ANCHOR.findall(text)}
 
 
 def chapter(root: Path) -> Iterator[str]:
-    """Whether Chapter 6's program is there and prints its help."""
-    if not (root / CHAPTER).is_file():
-        yield f"{CHAPTER.as_posix()} does not exist"
-        return
-    help_page = subprocess.run(
-        [sys.executable, str(root / CHAPTER), "--help"],
-        env=os.environ | {"PYTHONPATH": str(root / "src")},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    """Whether Chapter 6's program says how it is used, and prints what the chapter shows."""
+    program, page = root / CHAPTER / "solution.py", root / CHAPTER / "chapter.md"
+    for path in (program, page):
+        if not path.is_file():
+            yield f"{path.relative_to(root).as_posix()} does not exist"
+            return
+    with tempfile.TemporaryDirectory(prefix="chapter-") as box:
+        helped, solved = (started(root, program, *words) for words in (["--help"], ["--root", f"{box}/shop"]))
+    name = program.relative_to(root).as_posix()
+    if helped.returncode != 0 or "usage" not in helped.stdout.lower():
+        yield f"{name} --help exits {helped.returncode} and prints no usage"
+    if solved.returncode != 0:
+        yield f"{name} exits {solved.returncode}: {solved.stdout}{solved.stderr}"
+    elif solved.stdout.strip() not in page.read_text(encoding="utf-8"):
+        yield f"{name} prints what {page.relative_to(root).as_posix()} does not show:\n{solved.stdout}"
+
+
+def started(root: Path, program: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A run of one of the book's programs."""
+    environment = os.environ | {"PYTHONPATH": str(root / "src")}
+    command = [sys.executable, str(program), *words]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PROGRAM_SECONDS, check=False
     )
-    if help_page.returncode != 0 or "usage" not in help_page.stdout.lower():
-        yield f"{CHAPTER.as_posix()} --help exits {help_page.returncode} and prints no usage"
+
+
+# -- notebooks
+
+
+def verify_notebooks(root: Path, only: str, cell_seconds: int, *, here: bool) -> list[str]:
+    """Run each notebook that the chapters give, on each Python."""
+    import build_notebooks  # noqa: PLC0415 - the documents can be held to the tree without Jupyter
+    import learner  # noqa: PLC0415
+
+    try:
+        built = build_notebooks.build(root)
+    except build_notebooks.BookError as error:
+        return [str(error)]
+    notebooks = [notebook for notebook in built if only in notebook.path.relative_to(root).as_posix()]
+    if not notebooks:
+        return [f"no notebook's path holds {only!r}"] if only else []
+    with tempfile.TemporaryDirectory(prefix="learners-") as box, ThreadPoolExecutor(os.cpu_count()) as pool:
+        place = Path(box)
+        found = [learner.environment_here(place)] if here else [*learner.environments(place, root, notebooks)]
+        visits = [(notebook, environment) for environment in found for notebook in notebooks]
+        problems = [*pool.map(lambda visit: learner.attend(*visit, root, cell_seconds), visits)]
+    releases = [environment.release for environment in found]
+    print(f"notebooks: {len(notebooks)} ran on Python {', '.join(releases)}")
+    if not here and all(release.startswith("3.11.") for release in releases):
+        print("notebooks: no Python from 3.12 on was found: on it nothing ran")
+    return [problem for visit in problems for problem in visit]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The house rules that scripts/ hold: each is shown a tree that keeps it and trees that break it by one thing."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -300,40 +299,64 @@ def test_a_table_without_a_home_fails(ledger, schema):
 # -- the curriculum
 
 
+CHAPTER = "book/ch06_the_organization_recovers"
+
+
 @pytest.fixture
 def curriculum(tmp_path):
-    put(tmp_path, "book/ch06_the_organization_recovers/solution.py", 'print("usage: solution.py [--help]")\n')
+    put(tmp_path, f"{CHAPTER}/solution.py", 'print("usage: solution.py [--help]")\n')
+    put(tmp_path, f"{CHAPTER}/chapter.md", "It prints:\n\n```\nusage: solution.py [--help]\n```\n")
     put(tmp_path, "tests/test_a.py", "def test_b():\n    pass\n")
-    put(tmp_path, "docs/why/a.md", "Up to the [front](../../README.md#top), or [away](https://example.org).\n")
+    put(
+        tmp_path,
+        "docs/why/a.md",
+        "Up to the [front](../../README.md#the-top-is-a-b), or [away](https://example.org).\n",
+    )
     put(
         tmp_path,
         "README.md",
-        "`tests/test_a.py::test_b[x]`, `docs/why/`, `tests/*.py`, `/tmp/x`, `a/b`\n```\n`docs/in-a-fence.md`\n```\n",
+        "# The top: is `a-b`?\n## Twice\n## Twice\n[On](#twice-1)\n"
+        "`tests/test_a.py::test_b[x]`, `docs/why/`, `tests/*.py`, `/tmp/x`, `a/b`\n"
+        "```\n`docs/in-a-fence.md`\n# no\n```\n",
     )
     return tmp_path
 
 
 def test_documents_that_point_at_what_exists_pass(curriculum):
-    assert "2 documents" in passes("verify_curriculum.py", curriculum)
+    assert "documents: 3 point" in passes("verify_curriculum.py", curriculum, "documents")
 
 
 @pytest.mark.parametrize(
-    "text", ["`docs/nowhere.md`", "`tests/test_a.py::test_c`", "[x](nowhere.md)", "`benchmarks/*.py`"]
+    "text",
+    [
+        "`docs/nowhere.md`",
+        "`tests/test_a.py::test_c`",
+        "`benchmarks/*.py`",
+        "[x](nowhere.md)",
+        "[x](../README.md#twice-2)",
+        "[x](../README.md#no)",
+        "[x](#x)",
+    ],
 )
 def test_a_document_that_points_nowhere_fails(curriculum, text):
     put(curriculum, "docs/b.md", text)
-    assert "docs/b.md" in fails("verify_curriculum.py", curriculum)
+    assert "docs/b.md" in fails("verify_curriculum.py", curriculum, "documents")
 
 
-@pytest.mark.parametrize("program", ["", 'print("usage: x")\nraise SystemExit(3)\n'], ids=["silent", "failing"])
-def test_a_chapter_whose_program_does_not_start_fails(curriculum, program):
-    put(curriculum, "book/ch06_the_organization_recovers/solution.py", program)
-    assert "ch06" in fails("verify_curriculum.py", curriculum)
+@pytest.mark.parametrize(
+    "program",
+    ["", 'print("usage: solution.py [--help]")\nraise SystemExit(3)\n', 'print("usage: another")\n'],
+    ids=["silent", "failing", "prints-something-else"],
+)
+def test_a_chapter_whose_program_does_not_do_what_it_shows_fails(curriculum, program):
+    put(curriculum, f"{CHAPTER}/solution.py", program)
+    assert f"{CHAPTER}/solution.py" in fails("verify_curriculum.py", curriculum, "documents")
 
 
-def test_a_missing_chapter_fails(curriculum):
-    shutil.rmtree(curriculum / "book")
-    assert "ch06" in fails("verify_curriculum.py", curriculum)
+@pytest.mark.parametrize("name", ["solution.py", "chapter.md"])
+def test_a_chapter_without_its_program_or_its_page_fails(curriculum, name):
+    (curriculum / CHAPTER / name).unlink()
+    assert f"{CHAPTER}/{name}" in fails("verify_curriculum.py", curriculum, "documents")
 
 
 # -- mutations
