@@ -3,7 +3,7 @@
     make bench, or: python benchmarks/run.py [--rounds N] [--finished N] [--json]
 
 Each figure alternates the product and the raw baseline in short turns, so that a noisy neighbour slows both,
-and gives the median of the turns' ratios. Nothing here is a test: see docs/performance.md for what was seen.
+and gives the median of the turns' ratios. Nothing here is a test: see docs/reference/performance.md for what was seen.
 """
 
 from __future__ import annotations

@@ -366,7 +366,7 @@ def test_an_observation_joins_the_ledger_its_beats_and_the_kernel(org) -> None:
 
 
 def test_the_page_for_people_has_each_decision_in_the_order_in_which_they_are_tried() -> None:
-    page = Path(__file__).parent.parent.joinpath("docs", "when-a-worker-dies.md").read_text()
+    page = Path(__file__).parent.parent.joinpath("docs", "how-to", "when-a-worker-dies.md").read_text()
     rows = re.findall(r"^\| [^|]+ \| `(\w+)` \|", page, re.MULTILINE)
     of_code = re.findall(r"^ {4}\S.* {2,}(\w+)$", liveness.__doc__ or "", re.MULTILINE)
     order = ["lost", "suspected_dead", "suspected_dead", "stalled", "stalled", "waiting_for_approval", "stalled"]

@@ -48,6 +48,10 @@ CLOSED = ("FAILED", None, None)
 LOST = [(TRIP, TICKET, "failed", "worker_lost")]
 
 
+class OpenTransaction(Exception):
+    """The function came back between BEGIN and COMMIT."""
+
+
 @dataclass
 class Office:
     """One ledger with one trip in it, and the folder that the driver left."""
@@ -64,7 +68,10 @@ class Office:
     ) -> bool:
         """Call the function as a supervisor would, on a connection that is gone afterwards, as after a crash."""
         with closing(self.open(kind)) as db:
-            return close_overdue(db, TRIP, TICKET, self.folder, now)
+            answer = close_overdue(db, TRIP, TICKET, self.folder, now)
+            if db.in_transaction:
+                raise OpenTransaction("it came back, and its transaction was still open")
+            return answer
 
     def trip(self) -> tuple[Any, ...]:
         """State, ticket and time as the ledger has them."""
@@ -107,7 +114,7 @@ def come_home(db: sqlite3.Connection, trip: str, ticket: int) -> bool:
 
 
 def a_lost_trip_is_failed(close_overdue: CloseOverdue) -> str:
-    """Hint: state FAILED, ticket and back_by NULL, one slip with the lost ticket, and the answer True."""
+    """Hint: state FAILED, ticket and back_by NULL, one slip with the lost ticket, COMMIT, and the answer True."""
     with office() as here:
         (here.folder / "note.json").unlink()  # this one is about the ledger alone
         answer = here.ask(close_overdue)
@@ -241,7 +248,7 @@ def grade(close_overdue: CloseOverdue) -> dict[str, Any]:
             print("not written yet: the checks wait for your function")
             return report({each.__name__.replace("_", " "): "not written" for each in CHECKS})
         except Exception as error:  # noqa: BLE001 - a mistake of the learner's, of any kind, is told and graded
-            found = f"it raised {type(error).__name__}: {error}"
+            found = str(error) if isinstance(error, OpenTransaction) else f"it raised {type(error).__name__}: {error}"
         print("PASS      " if not found else "NEEDS_WORK", name)
         if found and not needs_work:  # one thing at a time
             print("           seen:", found)

@@ -217,7 +217,13 @@ def eventually(what: str, worker: subprocess.Popen[str], condition: Callable[[],
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not (answer := condition()):
         if worker.poll() is not None:
-            raise Refusal(f"The worker ended too early: {worker.communicate()[1]}", category="worker_ended")
+            _, _, root, assignment_id = worker.args
+            raise Refusal(
+                f"The worker ended too early, with exit code {worker.returncode}. {worker.communicate()[1]}".rstrip(),
+                category="worker_ended",
+                why="The ledger has what it recorded, if it came that far.",
+                inspect=f"sovereign-agent inspect {assignment_id} --root {root}",
+            )
         if time.monotonic() > deadline:
             raise Refusal(f"{DEADLINE_SECONDS:g} seconds were not enough for {what}.", category="deadline")
         time.sleep(0.02)

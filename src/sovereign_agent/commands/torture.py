@@ -36,9 +36,9 @@ def torture(
 ) -> None:
     """Kill real workers, supervisors, assistants and operators, and look for lies in what they leave.
 
-    They share a ledger that is made for it, with leases of a second; they are killed, stopped and interrupted at random
-    and at every crash point of a list, and find the ledger full, read-only or locked. In the end all of it is held
-    against the promises of the ledger, and against what everybody was told. Your own ledger is not touched.
+    They share a ledger that is made for it, with leases of half a second; they are killed, stopped and interrupted at
+    random and at every crash point of a list, and find the ledger full, read-only or locked. In the end all of it is
+    held against the promises of the ledger, and against what everybody was told. Your own ledger is not touched.
 
     Ends with 1 if a promise was broken, or if a crash point of the list was never reached. Then all is kept.
     """

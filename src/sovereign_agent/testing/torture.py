@@ -2,7 +2,7 @@
 
     sovereign-agent torture --seconds 60 --workers 4
 
-Workers, supervisors, an assistant and an operator share one organization with leases of a second, and an auditor
+Workers, supervisors, an assistant and an operator share one organization with leases of half a second, and an auditor
 reads over their shoulders. An executioner kills them all, stops them until they have lost everything, interrupts
 them, and starts others in their place; some die by themselves, at a crash point that has a name or right after any
 ledger statement, and some find the ledger full, read-only or locked. When the time is up:
