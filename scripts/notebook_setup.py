@@ -41,7 +41,8 @@ def course_check():
     missing = [f'"{name}=={tested}"' for name, (least, tested) in REQUIRED.items() if not course_is_there(name, least)]
     if missing:
         line = f"%pip install {' '.join(missing)}"
-        return f"Run this line in a cell of its own, restart the kernel, and start again:  {line}"
+        what_to_do = "Run this line in a cell of its own, restart the kernel, and start again:"
+        return f"Packages are missing. {what_to_do}  {line}"
     return ""
 
 

@@ -373,7 +373,7 @@ def _split(text: str, function: str) -> tuple[str, str, str]:
 def _unsound(source: object, function: str) -> str:
     """Why this is not the source of that function alone; empty when it is."""
     if not isinstance(source, str):
-        return f"The source must be text, and is {type(source).__name__}."
+        return f"The source must be text, and is {type(source).__name__}. Is it between quotes, and returned?"
     if len(source) > MAX_SOURCE_CHARACTERS:
         return f"The source is longer than {MAX_SOURCE_CHARACTERS} characters."
     try:
