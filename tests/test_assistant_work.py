@@ -487,6 +487,14 @@ def test_retries_are_counted_apart_from_losses_and_end_as_blocked(db: Database) 
     assert events(db, claim.id) == ["work.claimed", "work.retried", "work.claimed", "work.blocked"]
 
 
+def test_a_retry_that_is_told_of_no_delay_is_ready_at_once(db: Database) -> None:
+    claim = held(db, retries=1)
+    assert work.retry(db, claim, "the supplier was away", now=NOW) is True
+    counts = work.count_open(db.connection)
+    assert (counts["ready"], counts["delayed"]) == (1, 0)
+    assert claimed(db).id == claim.id
+
+
 def test_a_released_item_keeps_its_place_and_may_be_told_to_wait(db: Database) -> None:
     claim = held(db)
     queued(db, "mail:2")
@@ -498,10 +506,12 @@ def test_a_released_item_keeps_its_place_and_may_be_told_to_wait(db: Database) -
 
 def test_finishing_and_claiming_is_one_commit(db: Database) -> None:
     first = held(db)
-    second = queued(db, "mail:2")
+    second, third = queued(db, "mail:2"), queued(db, "mail:3", "bob")
     following = work.finish_and_claim(db, first, "DONE", "done", now=NOW)
     assert following
     assert (following.id, following.owner, state(db, first.id)[0]) == (second, OWNER, "DONE")
+    assert state(db, third) == ("READY", 0, None)
+    work.cancel(db, third, now=NOW)
     assert work.finish_and_claim(db, following, "DONE", now=NOW) is None
 
 
@@ -681,6 +691,12 @@ def test_a_delegation_has_a_future_a_budget_and_no_grandchildren(db: Database) -
     child = child_of(db, parent)
     with pytest.raises(PolicyRefusal):
         work.delegate(db, child, "Look", deadline=NOW + 60, budget=1, now=NOW)
+
+
+@pytest.mark.parametrize("role", ["buyer", "shop"])  # before and behind research
+def test_a_claim_of_any_role_but_research_may_delegate(db: Database, role: str) -> None:
+    queued(db, role=role)
+    assert child_of(db, claimed(db, role=role)).role == "research"
 
 
 # --- looking ----------------------------------------------------------------------------------------------
@@ -874,3 +890,13 @@ def test_a_claim_may_last_as_long_and_be_of_as_many_as_the_limit_says(db: Databa
     assert answer(work.claim_many, db, OWNER, work.MAX_BATCH, ttl=work.MAX_TTL_SECONDS, now=NOW) == "done"
     assert answer(work.finish_and_claim, db, claim, "DONE", ttl=0, now=NOW) == "out_of_bounds"
     assert answer(work.finish_and_claim, db, claim, "DONE", ttl=work.MAX_TTL_SECONDS, now=NOW) == "done"
+
+
+def test_a_claim_may_be_shorter_than_a_second(db: Database) -> None:
+    queued(db)
+    claim = claimed(db, ttl=0.5)
+    assert work.renew(db, claim, 0.5, now=NOW + 0.25) == NOW + 0.75
+    queued(db, "mail:2")
+    following = work.finish_and_claim(db, claim, "DONE", ttl=0.5, now=NOW + 0.5)
+    assert following
+    assert row(db, following.id)["expires_at"] == (NOW + 1) * 1_000_000
