@@ -120,6 +120,7 @@ def test_a_batch_is_queued_whole_in_its_order_and_again_changes_nothing(db: Data
 
 BEYOND = "x" * (work.MAX_TEXT_CHARACTERS + 1)
 LONG_NAME = "x" * (work.MAX_NAME_CHARACTERS + 1)
+END_OF_TIME = 253_402_300_800  # the first second of the year 10,000
 
 
 @pytest.mark.parametrize(
@@ -141,6 +142,8 @@ LONG_NAME = "x" * (work.MAX_NAME_CHARACTERS + 1)
         ({"available_after": float("inf")}, "out_of_bounds"),
         ({"now": -1}, "out_of_bounds"),
         ({"now": float("nan")}, "out_of_bounds"),
+        ({"now": END_OF_TIME}, "out_of_bounds"),
+        ({"now": END_OF_TIME + 1}, "out_of_bounds"),
         ({"now": 1e18}, "out_of_bounds"),
     ],
     ids=str,
@@ -153,6 +156,21 @@ def test_what_is_outside_the_bounds_is_refused_before_anything_is_written(
     assert answer(work.enqueue, db, **(good | change)) == category
     assert facts(db) == before
     assert answer(work.enqueue, db, **good) == "done"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"origin": LONG_NAME[1:], "session": LONG_NAME[1:], "subject": LONG_NAME[1:]},
+        {"now": 0},
+        {"now": END_OF_TIME - 1},
+        {"available_after": END_OF_TIME - 1},
+    ],
+    ids=str,
+)
+def test_what_just_fits_is_queued(db: Database, change: dict[str, Any]) -> None:
+    good = {"origin": "mail:1", "session": "lucy", "prompt": PROMPT, "now": NOW}
+    assert answer(work.enqueue, db, **(good | change)) == "done"
 
 
 def test_control_items_go_first_and_then_the_oldest(db: Database) -> None:
@@ -696,7 +714,8 @@ def test_a_delegation_has_a_future_a_budget_and_no_grandchildren(db: Database) -
 @pytest.mark.parametrize("role", ["buyer", "shop"])  # before and behind research
 def test_a_claim_of_any_role_but_research_may_delegate(db: Database, role: str) -> None:
     queued(db, role=role)
-    assert child_of(db, claimed(db, role=role)).role == "research"
+    claim = claimed(db, role=role)
+    assert answer(work.delegate, db, claim, "Look", deadline=NOW + 60, budget=1, now=NOW) == "done"
 
 
 # --- looking ----------------------------------------------------------------------------------------------
@@ -894,9 +913,7 @@ def test_a_claim_may_last_as_long_and_be_of_as_many_as_the_limit_says(db: Databa
 
 def test_a_claim_may_be_shorter_than_a_second(db: Database) -> None:
     queued(db)
-    claim = claimed(db, ttl=0.5)
+    claim, following = claimed(db, ttl=0.5), queued(db, "mail:2")
     assert work.renew(db, claim, 0.5, now=NOW + 0.25) == NOW + 0.75
-    queued(db, "mail:2")
-    following = work.finish_and_claim(db, claim, "DONE", ttl=0.5, now=NOW + 0.5)
-    assert following
-    assert row(db, following.id)["expires_at"] == (NOW + 1) * 1_000_000
+    assert answer(work.finish_and_claim, db, claim, "DONE", ttl=0.5, now=NOW + 0.5) == "done"
+    assert row(db, following)["expires_at"] == (NOW + 1) * 1_000_000
