@@ -41,9 +41,9 @@ from support import (
     works,
 )
 
-from sovereign_agent import fencing, journal, organization, outcomes, relay, runs, supervisor, workspace
+from sovereign_agent import fencing, journal, liveness, organization, outcomes, relay, runs, supervisor, workspace
 from sovereign_agent.clock import ManualClock, micros
-from sovereign_agent.errors import Contention, LedgerUnavailable, SchemaMismatch, SovereignError
+from sovereign_agent.errors import ConfigurationFault, Contention, LedgerUnavailable, SchemaMismatch, SovereignError
 from sovereign_agent.fencing import ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL
 from sovereign_agent.organization import Organization
 from sovereign_agent.records import Assignment, ExecutionAttempt
@@ -1067,6 +1067,17 @@ def test_a_ledger_that_is_busy_or_gone_ends_a_tick_and_is_no_problem_of_a_row(
     tick(org, FAR)
     assert ledger_facts(org.db, assignment.id)["attempts"] == ["RECOVERED"]
     assert_disk_follows_the_ledger(org)
+
+
+def test_no_want_of_evidence_keeps_a_recovery_waiting(org: Organization, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Any) -> None:
+        raise ConfigurationFault("Nobody can say.")
+
+    assignment, _ = abandoned(org)
+    monkeypatch.setattr(liveness, "look", fails)
+    assert answer(tick, org, FAR) == "done"
+    (receipt,) = journal.receipts_of(org.db.connection, assignment.id)
+    assert receipt.detail["evidence"] == {"cause": "unknown", "fault": "ConfigurationFault"}
 
 
 def test_a_keyboard_interrupt_that_no_signal_brought_ends_the_loop_and_leaves_the_handlers_as_they_were(
