@@ -777,6 +777,11 @@ def test_an_id_that_names_nothing_is_told_from_one_of_another_kind(root, org, ca
     assert other["why"] == (
         "No assignment of this ledger has that id: it has the form of another kind, statement of work."
     )
+    back = call("verify", "asg_nope", "--by", "verifier-course", "--root", root, "--json").error
+    assert back["happened"] == "There is no statement of work asg_nope."
+    assert (
+        back["why"] == "No statement of work of this ledger has that id: it has the form of another kind, assignment."
+    )
 
 
 def test_status_says_when_it_does_not_show_everything(root, org, call, monkeypatch):
