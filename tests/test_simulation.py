@@ -28,7 +28,7 @@ from sovereign_agent.testing.invariants import violations
 from sovereign_agent.testing.simulation import World, play, replay_line, shrunk
 
 SEEDS = 50
-STORY_SEED, STORY_STEPS = 11, 500
+STORY_SEED, STORY_STEPS = 22, 500
 STEPS = range(simulation.STEPS)
 MANY = 200
 """So many seeds may pass before a clause that is gone is noticed."""
@@ -52,7 +52,7 @@ def test_a_fault_that_never_struck_and_an_act_that_never_succeeded_fail_the_run(
     assert cli.main(["simulate", "--scenario", "last delivery", "--faults", "0", "--seeds", "1"]) == 1
     told = capsys.readouterr().out
     assert f"NEVER HAPPENED: {Fault.STOPPED}" in told
-    assert "NEVER HAPPENED: end_run" in told
+    assert "NEVER HAPPENED: mend" in told
     assert told.endswith("and 1 histories. It does not hold.\n")
 
 
@@ -123,6 +123,13 @@ REVERTED = [
     ("WHERE id = ? AND generation = ? AND owner = ? AND", "WHERE id = ? AND ? IS NOT NULL AND ? IS NOT NULL AND"),
     ("FROM assistant_work WHERE status = 'RUNNING' AND expires_at <= ?\n", "FROM assistant_work WHERE ? IS NOT NULL\n"),
     ("SELECT epoch, paused FROM assistant_control", "SELECT epoch, 0 AS paused FROM assistant_control"),
+    ("FROM unsettled_effects WHERE of_older_epoch = 1", "FROM unsettled_effects WHERE of_older_epoch = 2"),
+    ("SELECT * FROM effects ORDER BY seq", "SELECT * FROM effects WHERE 1 = 0 ORDER BY seq"),
+    ("DELETE FROM unsettled_effects WHERE effect_seq = ?", "DELETE FROM unsettled_effects WHERE effect_seq < ?"),
+    (
+        "INSERT INTO unsettled_effects (effect_seq, of_older_epoch) VALUES (?, 0)",
+        "UPDATE messages SET seq = ? WHERE 1 = 0",
+    ),
 ]
 """Clauses of the fence, each with what is left when it is gone."""
 
@@ -187,7 +194,7 @@ def story(template: Path) -> Iterator[Connection]:
     world.close()
 
 
-def found_after(connection: Connection, *statements: str) -> list[str]:
+def found_after(connection: Connection, *statements: str, outside: dict[str, int] | None = None) -> list[str]:
     """What the checker says of a ledger into which `statements` have put a lie; it is taken out again."""
     seen = [""]
     connection.execute("PRAGMA foreign_keys = OFF")
@@ -197,7 +204,7 @@ def found_after(connection: Connection, *statements: str) -> list[str]:
         connection.execute("PRAGMA ignore_check_constraints = ON")
         for statement in statements:
             assert connection.execute(statement).rowcount > 0, f"nothing was planted by {statement}"
-        seen = breaches(connection, at_rest=True)
+        seen = breaches(connection, at_rest=True, outside=outside)
         raise UndoError
     return seen
 
@@ -320,6 +327,21 @@ PLANTS = {
             f" (SELECT parent_id FROM assistant_delegations WHERE {CHILD_WITH_LINES}) WHERE seq = 1"
         ),
     ],
+    "Act .+, when its holder was": [
+        "UPDATE authority_diary SET token = token + 1 WHERE kind = 'act'",
+    ],
+    "Act .+, and its claim lasted until": [
+        "UPDATE authority_diary SET at = at * 2 WHERE kind = 'act'",
+    ],
+    "Act .+, under a pause": [
+        "UPDATE events SET kind = 'authority.paused' WHERE kind LIKE '%.resumed'",
+    ],
+    "Act .+, in an epoch that was over": [
+        "UPDATE authority_diary SET kind = 'carried' WHERE kind = 'act'",
+    ],
+    "Act .+, when nobody had spoken of .+, of an older epoch": [
+        "DELETE FROM authority_diary WHERE kind = 'word'",
+    ],
     "was begun on lease token .+ when its actor was": [
         "UPDATE authority_diary SET holder = 'proc_x' WHERE kind = 'lease' AND holder IS NOT NULL",
         "UPDATE authority_diary SET until = at WHERE kind = 'lease' AND holder IS NOT NULL",
@@ -342,6 +364,26 @@ def test_a_history_without_a_lie_is_not_blamed(story: Connection) -> None:
 def test_a_planted_lie_is_named(sentence: str, story: Connection) -> None:
     for statement in PLANTS[sentence]:
         assert [each for each in found_after(story, statement) if re.search(sentence, each)], statement
+
+
+DONE = "operation_id IN (SELECT operation_id FROM effect_ends WHERE outcome = 'done')"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "times", "statements"),
+    [
+        ("was done 2 times", 2, []),
+        ("was done, and the ledger does not know of it", 1, ["DELETE FROM effects"]),
+        ("ended done, says the ledger, and outside it did not", 0, []),
+        ("ended none, says the ledger, and outside it did not", 1, ["UPDATE effect_ends SET outcome = 'none'"]),
+    ],
+)
+def test_a_ledger_that_does_not_agree_with_the_world_outside_is_named(
+    sentence: str, times: int, statements: list[str], story: Connection
+) -> None:
+    (done,) = story.execute(f"SELECT min(operation_id) FROM effects WHERE {DONE}").rows[0]
+    assert f"Act {done} {sentence}." in found_after(story, *statements, outside={done: times})
+    assert not [each for each in found_after(story, outside={done: 1}) if done in each]
 
 
 def test_no_promise_of_the_checker_is_without_a_plant(story: Connection) -> None:

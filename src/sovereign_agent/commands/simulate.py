@@ -63,7 +63,7 @@ def simulate(
     against its promises and against what everybody was told. The first order that breaks one is printed as a script
     for --replay.
 
-    Then histories of many transactions are played, each fixed by its seed, with faults of thirteen kinds at random
+    Then histories of many transactions are played, each fixed by its seed, with faults of sixteen kinds at random
     places, and what is left of each is judged. A seed that fails is printed with what plays it again. Your own ledger
     is not touched.
 

@@ -7,7 +7,7 @@ Workers, supervisors, a planner and an operator take turns on one ledger in one 
 real SQLite file, a clock that moves only when told to, and faults at the boundaries of transactions. Each step's dice
 are thrown by the seed and the step's number, so a seed can be played again without some of its steps; that is how the
 history of a lie is made short. When the last step is done everybody dies, all time runs out, a supervisor ticks, and
-`checker` reads the ledger. Whoever played is not asked.
+`checker` reads the ledger, and what arrived outside of the house. Whoever played is not asked.
 
 A fault that never struck, or an act that never succeeded, fails the run: what did not happen was not tested.
 """
@@ -128,11 +128,12 @@ class World:
         self.report = Report(seeds=1)
         self.trace: list[str] = []
         settings = configuration.load(root)
+        self.outside = Counter[str]()
         self.players: list[Process] = []
         for player in CAST:
             clock = ProcessClock(self.clock)
             db = FaultyDatabase(root / LEDGER_NAME, clock, self.report.faults)
-            self.players.append(player(root, settings, db, clock))
+            self.players.append(player(root, settings, db, clock, self.outside))
 
     def close(self) -> None:
         """Close every session."""
@@ -165,6 +166,8 @@ class World:
                 answers.append(self._answer(player, name, deed))
             self.trace.append(f"{number} {self.players.index(player)} {name} {' '.join(answers)}")
         if player.db.dead:
+            for act in player.memory.acts:
+                self._count(Fault.ARRIVED if self.outside[act.operation_id] else Fault.NOT_ARRIVED)
             player.begin_life()
         player.db.plan(None)
 
@@ -225,8 +228,10 @@ class World:
             while claims := assistant_work.claim_many(player.db, player.identity, 100, now=player.now(), role=role):
                 for claim in claims:
                     assistant_work.finish(player.db, claim, "DONE", now=player.now())
-        for sentence in breaches(player.db.connection, at_rest=True):
+        for sentence in breaches(player.db.connection, at_rest=True, outside=self.outside):
             self._fail(sentence)
+        carried = player.db.connection.execute("SELECT count(*) FROM authority_diary WHERE kind = 'carried'")
+        self.report.faults[Fault.CARRIED_OVER] += carried.rows[0][0]
 
 
 def play(template: Path, seed: int, steps: Iterable[int]) -> tuple[Report, list[str]]:
