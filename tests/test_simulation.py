@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -13,8 +14,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from support import ACTOR, attempt_on, renew_attempt, run_of
+from support import ACTOR, attempt_on, eventually, renew_attempt, run_of
 
 from sovereign_agent import assistant_service, cli, fencing, relay
 from sovereign_agent.clock import ManualClock
@@ -61,6 +63,31 @@ def test_the_same_seed_is_the_same_history_in_another_process_too(template: Path
     told: dict[str, Any] = json.loads(ended.stdout)
     assert told["trace"] == play(template, 3, STEPS)[1]
     assert len(told["trace"]) > len(STEPS) / 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("playing", "begun"),
+    [
+        ("--seeds 0", "*/sovereign-simulate-*"),
+        ("--scenario restore", "*/sovereign-simulate-*"),
+        ("--scenario lease --faults 0 --seeds 900", "*/*/seed-*"),
+    ],
+)
+def test_a_simulation_that_is_ended_leaves_neither_a_folder_nor_a_process(
+    playing: str, begun: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    argv = simulate("--root", str(tmp_path), *playing.split())
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started = psutil.Process(process.pid)
+    eventually(lambda: list(tmp_path.glob(begun)), within=60)
+    crew = started.children(recursive=True)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    assert (process.returncode, told.splitlines()[0]) == (130, "Interrupted.")
+    assert list(tmp_path.iterdir()) == []
+    psutil.wait_procs(crew, timeout=20)
+    assert [each for each in crew if each.is_running()] == []
 
 
 def simulate(*options: str) -> list[str]:
