@@ -79,15 +79,19 @@ def test_a_simulation_that_is_ended_leaves_neither_a_folder_nor_a_process(
 ) -> None:
     argv = simulate("--root", str(tmp_path), *playing.split())
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    started = psutil.Process(process.pid)
-    eventually(lambda: list(tmp_path.glob(begun)), within=60)
-    crew = started.children(recursive=True)
-    process.send_signal(number)
-    _, told = process.communicate(timeout=60)
-    assert (process.returncode, told.splitlines()[0]) == (130, "Interrupted.")
-    assert list(tmp_path.iterdir()) == []
-    psutil.wait_procs(crew, timeout=20)
-    assert [each for each in crew if each.is_running()] == []
+    crew = list[psutil.Process]()
+    try:
+        eventually(lambda: list(tmp_path.glob(begun)), within=60)
+        crew += psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        eventually(lambda: process.poll() is not None)
+        assert (process.returncode, process.communicate()[1].splitlines()[0]) == (130, "Interrupted.")
+        assert list(tmp_path.iterdir()) == []
+        assert psutil.wait_procs(crew, timeout=20)[1] == []
+    finally:
+        for each in (process, *crew):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 def simulate(*options: str) -> list[str]:

@@ -323,7 +323,8 @@ BREACHES: dict[str, list[str]] = {
         "UPDATE assistant_control SET epoch = (SELECT min(epoch) FROM effects)",
     ],
     "nobody is asked for what is known": [
-        "INSERT INTO unsettled_effects SELECT seq, 0 FROM effects WHERE operation_id = 'spoken of'",
+        "INSERT INTO unsettled_effects SELECT seq, 0 FROM effects WHERE operation_id = 'in vain'",
+        "INSERT INTO unsettled_effects SELECT seq, 1 FROM effects WHERE operation_id = 'spoken of'",
         "UPDATE unsettled_effects SET of_older_epoch = 0",
     ],
     "an act ends once for its worker": [
