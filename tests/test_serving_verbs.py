@@ -105,8 +105,8 @@ def test_what_ended_without_an_answer_is_shown_by_status_with_the_reason_and_whe
     script.write_text('[{"text": ""}]')
     item = call("assistant", "ask", "lucy", "Sell one.", "--json", *place, "--script", script).document["id"]
     assert call("assistant", "status", *place, "--json").document["open"] == []
-    (blocked,) = call("assistant", "status", *place, "--json").document["blocked"]
-    assert (blocked["id"], blocked["status"], blocked["result"]) == (item, "BLOCKED", "EMPTY_REPLY")
+    blocked = call("assistant", "status", *place, "--json").document["blocked"]
+    assert [(each["id"], each["status"], each["result"]) for each in blocked] == [(item, "BLOCKED", "EMPTY_REPLY")]
     shown = call("assistant", "status", *place).out
     assert shown.startswith(f"Nothing is open.\nBLOCKED {item}\n")
     assert re.search(rf"look +sovereign-agent assistant evidence {item} ", shown)
