@@ -37,6 +37,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
+from os.path import normpath
 from pathlib import Path
 from typing import Any
 
@@ -217,20 +218,21 @@ def stretch(name: str, text: str, begin: int, end: int) -> Iterator[Cell]:
 def prose(name: str, cell: Cell) -> Iterator[Cell]:
     """A Markdown cell for whoever has the notebook alone: figures become cells, links into the tree become names."""
     words, *figures = FIGURE.split(cell.source)
-    yield from [replace(cell, source=unlinked(words.strip("\n")))] if words.strip() else []
+    yield from [replace(cell, source=unlinked(name, words.strip("\n")))] if words.strip() else []
     for title, link, after in zip(figures[::3], figures[1::3], figures[2::3], strict=True):
         figure = (Path(name).parent / link).as_posix()
         code = f"# @title Figure: {title}\nfrom IPython.display import SVG, display\n\n"
         code += f'display(SVG(filename=COURSE_ROOT / "{figure}"))'
         yield Cell("code", code, cell.place, (*cell.tags, "figure"), COLLAPSED, files=(figure,))
-        yield from [replace(cell, source=unlinked(after.strip("\n")))] if after.strip() else []
+        yield from [replace(cell, source=unlinked(name, after.strip("\n")))] if after.strip() else []
 
 
-def unlinked(words: str) -> str:
+def unlinked(name: str, words: str) -> str:
     """The same words, with the target's name in place of a link that only the repository could follow."""
 
     def named(link: re.Match[str]) -> str:
-        return link[1] if link[2].startswith("#") else f"{link[1]} (`{link[2].partition('#')[0].lstrip('./')}`)"
+        target = link[2].partition("#")[0]
+        return f"{link[1]} (`{normpath(Path(name).parent / target)}`)" if target else link[1]
 
     pieces = FENCE.split(words)
     pieces[::2] = [LOCAL_LINK.sub(named, piece) for piece in pieces[::2]]
