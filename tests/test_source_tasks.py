@@ -423,8 +423,8 @@ IMPORTING_LATE = """
 def probe(lab):
     first(lab)
     import colorsys
-    colorsys.rgb_to_hsv(0, 0, 0)
     from sovereign_agent import tool_dispatch
+    return [colorsys.rgb_to_hsv(0, 0, 0)[0], tool_dispatch.__name__]
 """
 
 
@@ -434,9 +434,20 @@ def test_what_a_function_writes_into_the_copy_is_nothing_that_its_judge_imports(
     result = task.transfer("LATE", probe, {})
     assert (result["status"], result["stdout"]) == ("NEEDS_WORK", "")
     assert result["reason"].startswith("The probe itself failed: ImportError: cannot import name 'tool_dispatch'")
-    assert (
-        task.transfer("EARLY", "from sovereign_agent import tool_dispatch\n" + probe, {"": ""})["observation"] is None
-    )
+    early = task.transfer("EARLY", f"from sovereign_agent import tool_dispatch\n{probe}", {})
+    assert early["observation"] == [0.0, "sovereign_agent.tool_dispatch"]
+
+
+def test_packages_are_found_where_pythonpath_says_and_stand_in_for_nothing(reference, tmp_path, monkeypatch):
+    (tmp_path / "another/sovereign_agent").mkdir(parents=True)
+    (tmp_path / "packages").mkdir()
+    for name in ("another/needed", "packages/resource", "packages/colorsys"):
+        (tmp_path / f"{name}.py").write_text("print('TAKEN', flush=True)\n")
+    (tmp_path / "packages/needed.py").write_text("there = 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"another{os.pathsep}packages{os.pathsep}")
+    result = reference.transfer("PACKAGES", "import colorsys, needed\ndef probe(lab):\n    return needed.there\n", {})
+    assert (result["observation"], result["stdout"], result["stderr"]) == (1, "", "")
 
 
 def test_two_tasks_at_once_do_not_know_of_one_another(harness):

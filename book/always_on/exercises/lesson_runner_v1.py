@@ -43,6 +43,7 @@ STARTING = ("os.exec", "os.fork", "os.kill", "os.posix_spawn", "os.system", "pty
 def main() -> int:
     """Be the driver or the worker."""
     role, function, box, descriptor = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+    sys.path.extend(filter(None, os.environ["COURSE_PACKAGES"].split(os.pathsep)))  # behind the interpreter's own
     limit(resource.RLIMIT_CPU, SECONDS)
     limit(resource.RLIMIT_AS, MEMORY_BYTES)
     limit(resource.RLIMIT_FSIZE, FILE_BYTES)
@@ -89,7 +90,7 @@ class Lab:
             self.worker = subprocess.Popen(  # noqa: S603 - this file itself
                 [sys.executable, "-B", "-P", __file__, "work", function, str(box), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.environ["LEARNER_PYTHONPATH"]},
+                env=os.environ | {"PYTHONPATH": str(box / "learner/src")},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

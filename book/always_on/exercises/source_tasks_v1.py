@@ -545,11 +545,11 @@ def _drive(function: str, box: Path) -> dict[str, Any]:
 
 
 def _environment(box: Path) -> dict[str, str]:
-    """What the driver sees of the environment: where programs and packages are, and no keys."""
+    """What the driver sees of the environment: where programs and packages are, no keys, and no other runtime."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
-    others = [str(Path(entry).resolve()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    original, learner = (os.pathsep.join([str(box / side / "src"), *others]) for side in ("original", "learner"))
-    return kept | {"PYTHONPATH": original, "LEARNER_PYTHONPATH": learner, "TMPDIR": str(box)}
+    named = [Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    packages = os.pathsep.join(str(folder) for folder in named if not (folder / "sovereign_agent").exists())
+    return kept | {"PYTHONPATH": str(box / "original/src"), "COURSE_PACKAGES": packages, "TMPDIR": str(box)}
 
 
 def _read(files: list[IO[bytes]]) -> tuple[list[bytes], str]:
