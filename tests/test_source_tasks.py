@@ -404,7 +404,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("line", SPOILED.values(), ids=SPOILED)
-def test_whatever_becomes_of_a_scratch_folder_the_next_run_has_another(task, scratch, tmp_path, monkeypatch, line):
+def test_a_scratch_folder_goes_whatever_becomes_of_it(task, scratch, tmp_path, monkeypatch, line):
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "kept").touch(mode=0o400)
@@ -412,7 +412,6 @@ def test_whatever_becomes_of_a_scratch_folder_the_next_run_has_another(task, scr
     assert judged(task, with_a_line(line))["status"] in {"PASS", "NEEDS_WORK"}
     assert list(scratch.iterdir()) == []
     assert (victim / "kept").stat().st_mode & 0o777 == 0o400
-    assert judged(task, ONLY_THE_VISIBLE_CASE)["status"] == "PASS"
 
 
 PLANTING = """for side in ('original', 'learner'):

@@ -73,7 +73,7 @@ class Lab:
         database: the ledger, opened by the original code.
         folder: where the ledger lies, with room for a backup.
         trouble: the first thing that must not happen, whatever the probe makes of it; empty when nothing did.
-        worker: the process of the learner's code, at the head of a group that it cannot leave.
+        worker: the process of the learner's code.
         exit_status: the worker's, once it has ended.
     """
 
@@ -92,7 +92,6 @@ class Lab:
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": str(box / "learner/src")},
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
             )
             self._line = ours.makefile("rw", encoding="utf-8")
 

@@ -510,7 +510,10 @@ def _box() -> Iterator[Path]:
 
 
 def _drive(function: str, box: Path) -> dict[str, Any]:
-    """Run the driver in a box and return what it reported. When this returns, both process groups have ended."""
+    """Run the driver in a box and return what it reported. When this returns, its process group has ended.
+
+    The worker is in that group, unless it left it: then it leads one of its own, which has the worker's number.
+    """
     nonce = secrets.token_hex(16)
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb", buffering=0) as reports:
