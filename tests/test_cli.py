@@ -777,6 +777,11 @@ def test_an_id_that_names_nothing_is_told_from_one_of_another_kind(root, org, ca
     assert other["why"] == (
         "No assignment of this ledger has that id: it has the form of another kind, statement of work."
     )
+    back = call("verify", "asg_nope", "--by", "verifier-course", "--root", root, "--json").error
+    assert back["happened"] == "There is no statement of work asg_nope."
+    assert (
+        back["why"] == "No statement of work of this ledger has that id: it has the form of another kind, assignment."
+    )
 
 
 def test_status_says_when_it_does_not_show_everything(root, org, call, monkeypatch):
@@ -1187,6 +1192,19 @@ def test_the_loop_prints_an_object_for_each_tick_and_a_line_only_for_news(local_
     time.sleep(2.5)
     lines.terminate()
     assert ended(lines).out in ("", "leases run out: operator-course\n")
+
+
+@pytest.mark.parametrize("verb", ["status", "doctor", "init", "run asg_1"])
+def test_a_pipe_in_place_of_the_settings_is_refused_at_once(verb, local_root):
+    (local_root / FILE_NAME).unlink()
+    os.mkfifo(local_root / FILE_NAME)
+    process = spawned(*verb.split(), "--root", local_root)
+    try:
+        eventually(lambda: process.poll() is not None)
+    finally:
+        told = ended(process)
+    assert told.code == 2
+    assert f"{FILE_NAME} cannot be used: it is a pipe." in told.out + told.err
 
 
 # --- what a person sees while waiting ---------------------------------------------------------------------

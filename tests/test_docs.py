@@ -304,18 +304,6 @@ def test_the_index_has_every_page_on_one_line():
     assert listed == Counter(["roadmap.md", *(page for page in pages if not page.startswith("decisions/"))])
 
 
-def anchors(page: Path) -> set[str]:
-    """What can stand behind the # of a link to this page."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
-def test_a_link_into_a_page_leads_to_a_heading(page):
-    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
-        assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
-
-
 GOOD = """
 ```console
 $ sovereign-agent init --root shop > /dev/null; cd shop

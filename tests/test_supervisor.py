@@ -41,9 +41,9 @@ from support import (
     works,
 )
 
-from sovereign_agent import fencing, journal, organization, outcomes, relay, runs, supervisor, workspace
+from sovereign_agent import fencing, journal, liveness, organization, outcomes, relay, runs, supervisor, workspace
 from sovereign_agent.clock import ManualClock, micros
-from sovereign_agent.errors import Contention, LedgerUnavailable, SchemaMismatch
+from sovereign_agent.errors import ConfigurationFault, Contention, LedgerUnavailable, SchemaMismatch, SovereignError
 from sovereign_agent.fencing import ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL
 from sovereign_agent.organization import Organization
 from sovereign_agent.records import Assignment, ExecutionAttempt
@@ -1041,6 +1041,43 @@ def test_once_a_busy_ledger_is_said_to_be_busy(org: Organization, monkeypatch: p
     monkeypatch.setattr(supervisor, "tick", busy)
     with pytest.raises(Contention):
         supervisor.run(org, once=True)
+
+
+@pytest.mark.parametrize("trouble", [Contention, LedgerUnavailable])
+@pytest.mark.parametrize(
+    ("room", "step"),
+    [
+        (relay, "sweep_expired_claims"),
+        (runs, "was_asked_to_stop"),
+        (fencing, "end_attempt"),
+        (journal, "receipt_of_attempt"),
+    ],
+    ids=["sweep", "evidence", "recovery", "folder"],
+)
+def test_a_ledger_that_is_busy_or_gone_ends_a_tick_and_is_no_problem_of_a_row(
+    org: Organization, monkeypatch: pytest.MonkeyPatch, room: Any, step: str, trouble: type[SovereignError]
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise trouble("The ledger does not answer.")
+
+    assignment, _ = abandoned(org)
+    with monkeypatch.context() as while_it_lasts, pytest.raises(trouble):
+        while_it_lasts.setattr(room, step, fails)
+        tick(org, FAR)
+    tick(org, FAR)
+    assert ledger_facts(org.db, assignment.id)["attempts"] == ["RECOVERED"]
+    assert_disk_follows_the_ledger(org)
+
+
+def test_no_want_of_evidence_keeps_a_recovery_waiting(org: Organization, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Any) -> None:
+        raise ConfigurationFault("Nobody can say.")
+
+    assignment, _ = abandoned(org)
+    monkeypatch.setattr(liveness, "look", fails)
+    assert answer(tick, org, FAR) == "done"
+    (receipt,) = journal.receipts_of(org.db.connection, assignment.id)
+    assert receipt.detail["evidence"] == {"cause": "unknown", "fault": "ConfigurationFault"}
 
 
 def test_a_keyboard_interrupt_that_no_signal_brought_ends_the_loop_and_leaves_the_handlers_as_they_were(

@@ -608,5 +608,5 @@ def _later(at: int, seconds: float) -> int:
 
 
 def _micros(seconds: float) -> int:
-    _require(0 <= seconds <= LAST_MICROS / 1_000_000, "A time is in seconds since 1970, and a delay is not negative.")
+    _require(0 <= seconds < LAST_MICROS / 1_000_000, "A time is in seconds since 1970, and a delay is not negative.")
     return round(seconds * 1_000_000)  # NaN did not pass
