@@ -151,6 +151,13 @@ class Connection(ABC):
             self._first_error = error
             raise
 
+    def lock(self, sql: str, params: Sequence[Value] = ()) -> None:
+        """Keep the rows that this SELECT finds from changing until the transaction ends.
+
+        Where the whole ledger is locked anyway, nothing is asked of it.
+        """
+        self.execute(sql, params)
+
     def executemany(self, sql: str, rows: Sequence[Sequence[Value]]) -> int:
         """Run one statement for each row of parameters, in the caller's transaction; return how many rows changed.
 

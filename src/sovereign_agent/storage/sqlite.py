@@ -14,7 +14,7 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache
 from operator import methodcaller
@@ -95,6 +95,9 @@ class SQLiteConnection(Connection):
 
     def now(self) -> datetime:
         return self._clock()
+
+    def lock(self, sql: str, params: Sequence[Value] = ()) -> None:
+        """Nothing to do: a transaction has the whole ledger."""
 
     def make_durable(self) -> None:
         """Switch the file to WAL, waiting for others who do the same, and believe only what SQLite answers."""
@@ -276,7 +279,7 @@ def resolve(path: Path, *, mounts: Iterable[str] | None = None) -> Path:
 def status_of(path: Path) -> os.stat_result | None:
     """What the operating system tells of a file; None when there is none."""
     try:
-        return os.stat(path)
+        return path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
