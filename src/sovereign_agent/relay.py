@@ -95,9 +95,10 @@ def claim(
     (``paused``), AuthorityLost (``epoch_replaced``).
     """
     with db.transaction() as connection:
-        row = _addressed(connection, message_id, actor_id)
-        if row["claim_owner"] == actor_id and _is_own_claim(from_row(Message, row), actor_id, db.now(clock)):
-            return from_row(Message, row)
+        if _addressed(connection, message_id, actor_id)["claim_owner"] == actor_id:
+            message = _get(connection, message_id)
+            if _is_own_claim(message, actor_id, db.now(clock)):
+                return message
         token, told = admitted_token(connection)
         now = db.now(clock, told)
         taken = connection.execute(
@@ -227,7 +228,8 @@ def _back_off(deliveries: int) -> timedelta:
 
 
 def _addressed(connection: Connection, message_id: str, actor_id: str) -> Row:
-    message = _row(connection, message_id)
+    row = connection.execute("SELECT recipient, claim_owner FROM messages WHERE id = ?", (message_id,)).fetchone()
+    message = there(row, "message", message_id)
     if message["recipient"] != actor_id:
         raise PolicyRefusal(
             f"Message {message_id} was not given to {actor_id}.",
@@ -270,9 +272,5 @@ def _stale(message: Message, fencing_token: int) -> AuthorityLost:
 
 
 def _get(connection: Connection, message_id: str) -> Message:
-    return from_row(Message, _row(connection, message_id))
-
-
-def _row(connection: Connection, message_id: str) -> Row:
     row = connection.execute("SELECT * FROM messages WHERE id = ?", (message_id,)).fetchone()
-    return there(row, "message", message_id)
+    return from_row(Message, there(row, "message", message_id))
