@@ -647,6 +647,17 @@ def test_an_attempt_that_ended_without_a_receipt_is_named_by_each_tick(
         assert report.folders_dealt_with == 0
 
 
+def test_a_folder_that_somebody_else_is_at_is_no_problem_and_left_to_a_later_tick(
+    org: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandoned(org)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(runs, "apply_workspace_policy", lambda *_: workspace.Reclaim("busy", ("at work",)))
+        report = tick(org, FAR)
+        assert (report.problems, report.folders_dealt_with) == ((), 0)
+    assert tick(org, FAR).folders_dealt_with == 1
+
+
 def test_an_unknown_workspace_policy_in_a_row_is_reported_and_stops_nobody_else(org: Organization) -> None:
     spoiled, attempt = abandoned(org)
     other, _ = abandoned(org)
