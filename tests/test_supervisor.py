@@ -628,6 +628,36 @@ def test_more_impossible_rows_than_a_batch_holds_do_not_stand_in_front_of_the_ot
     assert len(report.problems) == supervisor.RECOVERY_BATCH + 5
 
 
+def test_every_page_of_folders_is_dealt_with_and_counted(org: Organization, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "RECOVERY_BATCH", 2)
+    mass(org, 5)
+    assert tick(org, FAR).folders_dealt_with == 5
+    assert tick(org, FAR).folders_dealt_with == 0
+    assert_disk_follows_the_ledger(org)
+
+
+def test_an_attempt_that_ended_without_a_receipt_is_named_by_each_tick(
+    org: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, attempt = abandoned(org)
+    monkeypatch.setattr(journal, "receipt_of_attempt", lambda *_: None)
+    for _ in range(2):
+        report = tick(org, FAR)
+        assert report.problems == (f"Attempt {attempt.id} has ended without a receipt.",)
+        assert report.folders_dealt_with == 0
+
+
+def test_a_folder_that_somebody_else_is_at_is_no_problem_and_left_to_a_later_tick(
+    org: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandoned(org)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(runs, "apply_workspace_policy", lambda *_: workspace.Reclaim("busy", ("at work",)))
+        report = tick(org, FAR)
+        assert (report.problems, report.folders_dealt_with) == ((), 0)
+    assert tick(org, FAR).folders_dealt_with == 1
+
+
 def test_an_unknown_workspace_policy_in_a_row_is_reported_and_stops_nobody_else(org: Organization) -> None:
     spoiled, attempt = abandoned(org)
     other, _ = abandoned(org)
