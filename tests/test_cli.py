@@ -1189,6 +1189,19 @@ def test_the_loop_prints_an_object_for_each_tick_and_a_line_only_for_news(local_
     assert ended(lines).out in ("", "leases run out: operator-course\n")
 
 
+@pytest.mark.parametrize("verb", ["status", "doctor", "init", "run asg_1"])
+def test_a_pipe_in_place_of_the_settings_is_refused_at_once(verb, local_root):
+    (local_root / FILE_NAME).unlink()
+    os.mkfifo(local_root / FILE_NAME)
+    process = spawned(*verb.split(), "--root", local_root)
+    try:
+        eventually(lambda: process.poll() is not None)
+    finally:
+        told = ended(process)
+    assert told.code == 2
+    assert f"{FILE_NAME} cannot be used: it is a pipe." in told.out + told.err
+
+
 # --- what a person sees while waiting ---------------------------------------------------------------------
 
 

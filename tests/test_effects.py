@@ -22,7 +22,7 @@ from sovereign_agent import assistant_service, assistant_work, effects, journal
 from sovereign_agent.agent_loop import Limits, LoopResult, Message, run_loop
 from sovereign_agent.assistant_work import Claim
 from sovereign_agent.clock import micros
-from sovereign_agent.database import LEDGER_NAME, Connection, Database
+from sovereign_agent.database import LEDGER_NAME, Connection, Database, sqlite_backup
 from sovereign_agent.errors import AuthorityLost, PolicyRefusal
 from sovereign_agent.llm_lab import ScriptedModel, scripted_turn
 from sovereign_agent.tool_dispatch import Dispatcher, ExecutableTool, Fence, Occasion, argument_text
@@ -324,6 +324,26 @@ def test_a_worker_of_an_older_epoch_settles_nothing_that_a_person_must_speak_of(
 
 
 # --- a restore ----------------------------------------------------------------------------------------------
+
+
+@SQLITE
+def test_no_word_is_taken_that_an_unfinished_restore_would_lose(
+    db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intend(db, "op_1")
+    assistant_service.backup(db, tmp_path / "backup")
+
+    def stop(*_: object, **__: object) -> None:
+        raise OSError("the power went")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite_backup, "replace_content", stop)
+        assert answer(assistant_service.restore, db, tmp_path / "backup") == "restore_unfinished"
+    assert answer(reconcile, db, "op_1") == "restore_unfinished"
+    assistant_service.finish_restore(db)
+    assert listed(db) == [("op_1", "", True)]
+    assert answer(reconcile, db, "op_1") == "done"
+    assert listed(db) == []
 
 
 @SQLITE

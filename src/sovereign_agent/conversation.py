@@ -167,7 +167,7 @@ def _dispatcher(tools: Iterable[ExecutableTool], fence: Fence) -> Dispatcher:
         return Dispatcher(given, allowed=[tool.name for tool in given], fence=fence)
     except SovereignError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         why = tool_dispatch.storable(f"{type(error).__name__}: {error}")
         raise IllegalMove("There are no tools to work with.", category="tools_unusable", why=why) from error
 
@@ -367,6 +367,12 @@ def _is_call(call: Any) -> bool:
             return True
         case _:
             return False
+
+
+def unanswered(connection: Connection, *, limit: int = 10) -> list[Row]:
+    """The newest items that ended BLOCKED: nobody works on them any more, and they have no answer."""
+    sql = "SELECT * FROM assistant_work WHERE status = 'BLOCKED' ORDER BY seq DESC LIMIT ?"
+    return connection.execute(sql, (limit,)).rows
 
 
 def evidence(connection: Connection, work_id: str, *, after: int = 0, limit: int = 100) -> list[Row]:

@@ -28,7 +28,7 @@ from datetime import datetime
 
 from sovereign_agent import journal
 from sovereign_agent.clock import micros
-from sovereign_agent.database import Connection, Database, Row
+from sovereign_agent.database import Connection, Database, Row, authority
 from sovereign_agent.errors import AlreadyHeld, IllegalMove, PolicyRefusal
 from sovereign_agent.records import Claim, from_row
 
@@ -128,13 +128,15 @@ def reconcile(db: Database, operation_id: str, outcome: str, *, actor: str, reas
     """Record what a person found out where the act arrived, or did not. It is final, and nothing is sent by it.
 
     Raises IllegalMove (``effect_missing``, ``effect_settled``, ``effect_outcome``, ``reason_missing``), and
-    AlreadyHeld (``effect_in_flight``) while its worker holds the claim under which it acts.
+    AlreadyHeld (``effect_in_flight``) while its worker holds the claim under which it acts; LedgerUnavailable
+    (``restore_unfinished``) while a restore stands between its steps, which would not carry the word over.
     """
     if not actor.strip() or not reason.strip():
         raise _unsettled(operation_id, "reason_missing", "It needs an actor and a reason.")
     if outcome == UNKNOWN:
         raise _unsettled(operation_id, "effect_outcome", "That it is unknown was known before.")
     with db.immediate() as connection:
+        authority.require_finished(authority.control(connection))
         known = _found(connection, operation_id)
         at = micros(connection.now())
         if not known["outcome"] and known["owner"] and known["expires_at"] > at:
