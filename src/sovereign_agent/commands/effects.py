@@ -87,7 +87,7 @@ def _facts(effect: Effect) -> list[tuple[str, object]]:
         ("asked", effect.arguments),
         ("ended", effect.outcome or "nobody saw it"),
         ("left", effect.created_at),
-        ("worker", effect.held_until and f"may still see its end, until {effect.held_until:%F %T} UTC"),
+        ("claimed", "" if effect.outcome or not effect.held_until else f"until {effect.held_until:%F %T} UTC"),
         ("by", f"item {effect.work_id}, generation {effect.generation}"),
         ("epoch", f"{effect.epoch}, which is over" if effect.of_older_epoch else effect.epoch),
         ("next", f"sovereign-agent assistant reconcile {effect.operation_id} {words}"),
