@@ -160,6 +160,20 @@ def test_a_person_waits_for_a_worker_until_its_claim_runs_out_and_no_longer(
         assert answer(reconcile, db, "op_1") == said
 
 
+def test_a_claim_of_another_generation_or_epoch_does_not_see_the_end_of_an_act(db: Database) -> None:
+    assistant_work.enqueue(db, "mail:1", "lucy", "Order tea")
+    held = assistant_work.claim(db, "worker")
+    assert held
+    for name, claim in (
+        ("op_held", held),
+        ("op_generation", replace(held, generation=2)),
+        ("op_epoch", replace(held, epoch=EPOCH)),
+        ("op_item", CLAIM),
+    ):
+        intend(db, name, claim=claim)
+    assert [each.operation_id for each in effects.unsettled(db.connection) if each.held_until] == ["op_held"]
+
+
 def _speak(number: int, location: Any) -> str:
     with closing(location.open()) as db:
         return answer(effects.reconcile, db, "op_1", "done", actor=f"actor {number}", reason="r")

@@ -734,6 +734,27 @@ def test_what_failed_is_kept_in_private_and_the_model_gets_a_code(shop: Database
     assert status(shop, item) == "DONE"
 
 
+def test_a_refusal_is_kept_with_its_category_its_reason_and_where_to_look(shop: Database) -> None:
+    def act(_: Piece) -> None:
+        raise AssertionError("nothing may leave")
+
+    lost = claimed(shop)
+    with shop.transaction() as connection:
+        effects.intend(connection, "op_1", lost, tool="sell", arguments="{}", at=7)
+    assistant_service.new_epoch(shop, "operator", "a bad disk")
+    assistant_service.resume(shop, "operator", "go on")
+    item = work.enqueue(shop, "mail:2", "max", "Sell one.")
+    work.cancel(shop, lost.id)
+    serve(shop, item, scripted(asks(1), "I could not."), lambda _: only(act))
+    ((_, told),) = answers(said(shop, item))
+    (kept,) = conversation.evidence(shop.connection, item)
+    assert kept["detail"] == (
+        "PolicyRefusal effects_unreconciled: Nothing left the house. Acts of an older epoch may stand outside;"
+        " no person has said which. See sovereign-agent assistant effects."
+    )
+    assert (told["error"], "epoch" in json.dumps(told)) == ("tool_failed", False)
+
+
 @pytest.mark.parametrize(("quotes", "told"), [(19_990, True), (30_000, False)])
 def test_a_result_is_bounded_so_that_the_ledger_takes_it_escaped_twice(
     shop: Database, quotes: int, *, told: bool

@@ -113,6 +113,26 @@ def test_what_ended_without_an_answer_is_shown_by_status_with_the_reason_and_whe
     assert "No call and no text" in call("assistant", "evidence", item, *place).out
 
 
+@pytest.mark.usefixtures("org")
+def test_an_item_that_nobody_gets_any_more_is_shown_with_what_to_type_instead_and_that_works(
+    location: Location, org: Organization, call: Call
+) -> None:
+    place = ["--root", location.root]
+    item = work.enqueue(org.db, "mail:1", "lucy's", "Sell one.", role="till")
+    assert "anew" not in call("assistant", "status", *place).out
+    for day in range(work.CRASH_LIMIT + 1):
+        work.claim(org.db, "till-1", now=day * 86_400, role="till")
+    shown = call("assistant", "status", item, *place).out
+    instead = re.findall(r"(?:next|anew) +sovereign-agent (.*)", shown)
+    for each in instead:
+        typed = each.replace("ACTOR", "principal-human").replace("PROMPT", "'Sell one.'")
+        assert call(*shlex.split(typed)).code == 0
+    assert work.get_work(org.db.connection, item)["status"] == "CANCELED"
+    again = work.claim(org.db, "till-1", role="till")
+    assert again
+    assert (again.session, again.prompt) == ("lucy's", "Sell one.")
+
+
 @pytest.mark.parametrize("broken", ["a pipe that nobody reads", "a full disk"])
 def test_a_service_whose_words_nobody_hears_goes_on(
     broken: str, location: Location, org: Organization, script: Path

@@ -20,6 +20,7 @@ from support import ACTOR, attempt_on, eventually, renew_attempt, run_of
 
 from sovereign_agent import assistant_service, cli, fencing, relay
 from sovereign_agent.clock import ManualClock
+from sovereign_agent.commands import simulate as simulate_verb
 from sovereign_agent.database import LEDGER_NAME, Connection, Database, Transaction
 from sovereign_agent.errors import Contention, LedgerUnavailable
 from sovereign_agent.storage import sqlite
@@ -48,14 +49,28 @@ def test_every_seed_keeps_every_promise_and_everything_that_can_happen_has_happe
     assert (report.seeds, report.steps) == (SEEDS, SEEDS * simulation.STEPS)
 
 
-def test_a_fault_that_never_struck_and_an_act_that_never_succeeded_fail_the_run(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(("whole", "code", "verdict"), [(1, 1, "It does not hold."), (2, 0, "No promise was broken.")])
+def test_a_fault_that_never_struck_and_an_act_that_never_succeeded_are_named_and_fail_a_run_of_all_histories(
+    whole: int, code: int, verdict: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main(["simulate", "--scenario", "last delivery", "--faults", "0", "--seeds", "1"]) == 1
+    monkeypatch.setattr(simulate_verb, "SEEDS", whole)
+    assert cli.main(["simulate", "--scenario", "last delivery", "--faults", "0", "--seeds", "1"]) == code
     told = capsys.readouterr().out
     assert f"NEVER HAPPENED: {Fault.STOPPED}" in told
     assert "NEVER HAPPENED: mend" in told
-    assert told.endswith("and 1 histories. It does not hold.\n")
+    assert told.endswith(f" schedules and 1 history. {verdict}\n")
+
+
+def test_who_asks_for_histories_gets_no_orders_and_a_lie_in_one_fails_the_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["simulate", "--seeds", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["interleavings"], told["histories"]["seeds"], told["good"]) == ([], 2, True)
+    monkeypatch.setattr(simulation, "run", lambda *_, **__: simulation.Report(seeds=2, failures={0: ["a lie"]}))
+    monkeypatch.setattr(simulation, "shortest_replay", lambda *_, **__: "")
+    assert cli.main(["simulate", "--seeds", "2"]) == 1
+    assert capsys.readouterr().out.endswith("\n2 histories. It does not hold.\n")
 
 
 def test_the_same_seed_is_the_same_history_in_another_process_too(template: Path) -> None:

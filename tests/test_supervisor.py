@@ -210,6 +210,18 @@ def test_tick_sweeps_expired_claims_of_every_recipient(org: Organization) -> Non
     assert tick(org).swept_mailbox_claims == ()
 
 
+def test_tick_tells_a_message_that_can_be_claimed_again_from_one_that_is_dead(org: Organization) -> None:
+    clock = ManualClock(org.db.now())
+    back, dead = [relay.send(org.db, "master-course", OPERATOR, "s", "b", clock=clock).id for _ in range(2)]
+    for message_id in (back, *[dead] * relay.MAX_DELIVERIES):
+        relay.claim(org.db, message_id, OPERATOR, clock=clock)
+        clock.advance(relay.CLAIM_TTL)
+    report = tick(org, clock)
+    assert (report.swept_mailbox_claims, report.dead_messages) == ((back,), (dead,))
+    assert [message.id for message in relay.dead_letters(org.db.connection, OPERATOR)] == [dead]
+    assert relay.dead_letters(org.db.connection, "master-course") == []
+
+
 def test_tick_reports_sweeps_recovers_and_tidies_up_in_this_order(
     org: Organization, monkeypatch: pytest.MonkeyPatch
 ) -> None:

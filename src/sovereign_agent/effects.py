@@ -47,6 +47,7 @@ class Effect:
         created_at: when it was meant to leave.
         outcome: done, none or unknown; empty while no end is recorded, which is unknown as well.
         of_older_epoch: it left before a restore or a new epoch, and holds all others back until it is reconciled.
+        held_until: until then its worker has the claim under which it acts, and may see its end; None if it is gone.
     """
 
     seq: int
@@ -60,6 +61,7 @@ class Effect:
     created_at: datetime
     outcome: str
     of_older_epoch: bool
+    held_until: datetime | None
 
 
 # --- while the work goes on -------------------------------------------------------------------------------
@@ -113,10 +115,11 @@ def unsettled(connection: Connection, *, after: int = 0, limit: int = 100) -> li
     """
     found = connection.execute(
         """
-        SELECT e.*, u.of_older_epoch, COALESCE(
+        SELECT e.*, u.of_older_epoch, w.expires_at AS held_until, COALESCE(
                  (SELECT outcome FROM effect_ends n WHERE n.operation_id = e.operation_id ORDER BY seq DESC LIMIT 1), ''
                ) AS outcome
           FROM unsettled_effects u JOIN effects e ON e.seq = u.effect_seq
+          LEFT JOIN assistant_work w ON w.id = e.work_id AND w.generation = e.generation AND w.epoch = e.epoch
          WHERE u.effect_seq > ? ORDER BY u.effect_seq LIMIT ?
         """,
         (after, limit),

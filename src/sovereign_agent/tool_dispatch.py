@@ -24,6 +24,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from sovereign_agent.errors import SovereignError
+
 MOST_ARGUMENT_BYTES = 2**18
 MOST_RESULT_BYTES = 2**18
 EXCERPT_BYTES = 2000
@@ -313,7 +315,12 @@ def refuses_authority(error: BaseException) -> bool:
 
 
 def _told(error: BaseException) -> str:
-    return storable(f"{type(error).__name__}: {error}"[:2000])
+    """What went wrong; of a refusal its category and its reason, too."""
+    kind, said = type(error).__name__, [str(error)]
+    if isinstance(error, SovereignError):
+        kind = f"{kind} {error.category}".strip()
+        said += [error.why, error.inspect and f"See {error.inspect}."]
+    return storable(f"{kind}: {' '.join(filter(None, said))}"[:2000])
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -256,6 +256,7 @@ def ask(
         ("why", ended["result"]),
         ("look", f"sovereign-agent assistant evidence {item}"),
         ("look", f"sovereign-agent assistant transcript {item}"),
+        *_anew(ended),
     ]
     answer(ended, entry(f"Item {item} is {ended['status']}.", facts), as_json=json)
     raise typer.Exit(1)
@@ -276,7 +277,18 @@ def _shown(row: Row) -> dict[str, Any]:
 def _facts(item: dict[str, Any]) -> list[tuple[str, object]]:
     shown = ("session", "role", "subject", "generation", "owner", "expires_at", "losses", "result", "prompt")
     why = [("look", f"sovereign-agent assistant evidence {item['id']}")] if item["status"] == "BLOCKED" else []
-    return [*((name, item[name]) for name in shown if item[name]), *why]
+    return [*((name, item[name]) for name in shown if item[name]), *why, *_anew(item)]
+
+
+def _anew(item: dict[str, Any]) -> list[tuple[str, object]]:
+    """What to type instead for an item that nobody gets any more, because too many workers were lost over it."""
+    if item["status"] != "PARKED":
+        return []
+    role = "" if item["role"] == "shop" else f" --role {shlex.quote(item['role'])}"
+    return [
+        ("next", f"sovereign-agent assistant cancel {item['id']} --by ACTOR"),
+        ("anew", f"sovereign-agent assistant enqueue {shlex.quote(item['session'])} PROMPT{role}"),
+    ]
 
 
 def _presented(path: Path) -> Claim:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from sovereign_agent.commands.options import Json
-from sovereign_agent.commands.printing import answer, entry
+from sovereign_agent.commands.printing import answer, counted, entry
 from sovereign_agent.errors import ConfigurationFault
 
 if TYPE_CHECKING:
@@ -45,7 +45,12 @@ def simulate(
     ] = "",
     seeds: Annotated[
         int | None,
-        typer.Option("--seeds", metavar="COUNT", min=0, help="So many histories; 2000, or none with --scenario."),
+        typer.Option(
+            "--seeds",
+            metavar="COUNT",
+            min=0,
+            help="Only so many histories, and no orders without --scenario; 0 is only the orders.",
+        ),
     ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="NUMBER", min=0, help="Play only this history, step by step.")
@@ -67,7 +72,8 @@ def simulate(
     places, and what is left of each is judged. A seed that fails is printed with what plays it again. Your own ledger
     is not touched.
 
-    Ends with 1 if a promise was broken, or if something that is to be tried never happened.
+    Without options it plays every order and 2,000 histories. Ends with 1 if a promise was broken, or if something that
+    is to be tried never happened. With fewer histories than that, what never happened in them is only named.
     """
     from sovereign_agent.supervisor import first_signal_interrupts
     from sovereign_agent.testing.simulation import scratch
@@ -77,15 +83,17 @@ def simulate(
             _replay(replay, folder, as_json=json)
         if seed is not None:
             _replay_seed(seed, only, folder, as_json=json)
-        found = _interleavings(_chosen(scenario or []), faults, folder, as_json=json)
+        orders = _chosen(scenario or []) if scenario or not seeds else []
+        found = _interleavings(orders, faults, folder, as_json=json) if orders else []
         count = seeds if seeds is not None else 0 if scenario else SEEDS
         histories = _histories(count, folder, as_json=json) if count else None
     total, good = sum(one["schedules"] for one in found), all(one["good"] for one in found)
-    told = f"{total} schedules" + (f" and {count} histories" if histories else "")
-    good = good and not (histories and (histories["failures"] or histories["never"]))
+    good = good and not (histories and (histories["failures"] or (histories["never"] and count >= SEEDS)))
+    told = [counted(total, "schedule", "schedules")] if found else []
+    told += [counted(count, "history", "histories")] if histories else []
     verdict = "No promise was broken." if good else "It does not hold."
     seen = {"interleavings": found, "schedules": total, "histories": histories, "good": good}
-    answer(seen, f"{told}. {verdict}", as_json=json)
+    answer(seen, f"{' and '.join(told)}. {verdict}", as_json=json)
     raise typer.Exit(0 if good else 1)
 
 
@@ -162,12 +170,15 @@ def _story(scenario: Scenario, found: Exploration) -> str:
     from sovereign_agent.testing.schedules import FAULTS, script
 
     facts = [
-        ("bound", f"at most {found.faults} faults in a schedule, the longest of {found.longest} choices"),
+        (
+            "bound",
+            f"{counted(found.faults, 'fault', 'faults')} in a schedule at most, the longest of {found.longest} choices",
+        ),
         ("fired", ", ".join(f"{kind} {found.fired[kind]}" for kind in FAULTS if found.fired[kind])),
         ("NEVER", ", ".join(found.never_fired)),
         ("time", f"{found.seconds:.1f} s; {found.equal} left as equal to others"),
     ]
-    told = entry(f"{found.scenario}: {found.schedules} schedules, {scenario.about}", facts)
+    told = entry(f"{found.scenario}: {counted(found.schedules, 'schedule', 'schedules')}, {scenario.about}", facts)
     if found.failure is None:
         return told
     return f"{told}\nIt does not hold. `sovereign-agent simulate --replay FILE` plays this again:\n\n" + script(

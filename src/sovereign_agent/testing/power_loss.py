@@ -355,7 +355,7 @@ class Report:
     def __str__(self) -> str:
         ended = ", ".join(f"{count} {ending}" for ending, count in sorted(self.endings.items()))
         disks = self.endings.total()
-        return f"{self.cuts} cuts, {disks} different disks: {ended}; {len(self.findings)} findings"
+        return f"{self.cuts} cuts, {disks} different disks: {ended}; findings: {len(self.findings)}"
 
 
 def try_story(

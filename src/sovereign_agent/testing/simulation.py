@@ -9,7 +9,7 @@ are thrown by the seed and the step's number, so a seed can be played again with
 history of a lie is made short. When the last step is done everybody dies, all time runs out, a supervisor ticks, and
 `checker` reads the ledger, and what arrived outside of the house. Whoever played is not asked.
 
-A fault that never struck, or an act that never succeeded, fails the run: what did not happen was not tested.
+A fault that never struck, or an act that never succeeded, fails a whole run: what did not happen was not tested.
 """
 
 from __future__ import annotations
