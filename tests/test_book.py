@@ -241,6 +241,7 @@ MISTAKES = {
         close_overdue('db.execute("BEGIN IMMEDIATE")', "pass"),
         "state and slip come together or not at all",
     ),
+    "no rollback": (close_overdue('db.execute("ROLLBACK")', "pass"), "state and slip come together or not at all"),
     "another word for it": (close_overdue("'worker_lost'", "'gone'"), "a lost trip is failed"),
     "the fence is left": (close_overdue(", ticket = NULL, back_by = NULL", ""), "a lost trip is failed"),
     "looks before it writes": (looks_before_it_writes, "of two at once one closes it"),
@@ -255,6 +256,21 @@ def test_each_mistake_is_noticed_by_the_check_that_is_about_it(practice, capsys,
     assert report["status"] == "NEEDS_WORK"
     assert noticed in report["needs_work"]
     assert capsys.readouterr().out.count("hint:") == 1, "a learner is told one thing at a time"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        (close_overdue("return ended == 1", "pass"), "without `return` answers None"),
+        (close_overdue("if ended == 1:", "if endde == 1:"), "NameError: name 'endde' is not defined (line 11 of your"),
+        (close_overdue("UPDATE trips SET", "UPDATE trip SET"), "the tables trips and slips are in `db`"),
+        (lambda _db: True, "takes 1 positional argument but 5 were given"),
+    ],
+    ids=["no return", "a wrong name", "a table that is not there", "too few parameters"],
+)
+def test_a_slip_of_the_pen_is_told_in_words_of_its_own(practice, capsys, mistake, told):
+    practice.grade(mistake)
+    assert told in capsys.readouterr().out
 
 
 def test_a_look_before_the_write_fails_for_that_alone_and_a_look_inside_the_transaction_is_right(practice):

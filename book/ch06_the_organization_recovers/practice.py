@@ -13,6 +13,7 @@ import json
 import sqlite3
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -171,13 +172,14 @@ def state_and_slip_come_together_or_not_at_all(close_overdue: CloseOverdue) -> s
     with office() as here:
         with closing(here.open()) as db:
             db.execute(NO_PAPER)
-        try:
-            with closing(here.open()) as db:
+        with closing(here.open()) as db:
+            try:
                 close_overdue(db, TRIP, TICKET, here.folder, NOW)
-        except sqlite3.Error:
-            pass
-        else:
-            return "the slip could not be written, and the caller was not told"
+            except sqlite3.Error:
+                if db.in_transaction:
+                    return "the slip could not be written, and the transaction was left open: no other can begin"
+            else:
+                return "the slip could not be written, and the caller was not told"
         return wrong(here, OUT, [])
 
 
@@ -248,14 +250,32 @@ def grade(close_overdue: CloseOverdue) -> dict[str, Any]:
             print("not written yet: the checks wait for your function")
             return report({each.__name__.replace("_", " "): "not written" for each in CHECKS})
         except Exception as error:  # noqa: BLE001 - a mistake of the learner's, of any kind, is told and graded
-            found = str(error) if isinstance(error, OpenTransaction) else f"it raised {type(error).__name__}: {error}"
+            found = str(error) if isinstance(error, OpenTransaction) else raised(error)
         print("PASS      " if not found else "NEEDS_WORK", name)
         if found and not needs_work:  # one thing at a time
             print("           seen:", found)
-            print("          ", (check.__doc__ or "").replace("Hint", "hint"))
+            print("           hint:", hint(found) or (check.__doc__ or "").removeprefix("Hint: "))
         if found:
             needs_work[name] = found
     return report(needs_work)
+
+
+def raised(error: Exception) -> str:
+    """What a function raised, and the line of its cell in which it did."""
+    lines = [step.lineno for step in traceback.extract_tb(error.__traceback__) if step.filename != __file__]
+    where = f" (line {lines[0]} of your cell)" if lines else ""
+    return f"it raised {type(error).__name__}: {error}{where}"
+
+
+def hint(found: str) -> str:
+    """What to do about a mistake that has nothing to do with what was checked; empty for all others."""
+    if "no such table" in found:
+        return "the tables trips and slips are in `db`, the connection that your function is given."
+    if "it raised" in found:
+        return "this is Python's own complaint. Look at that line for the name or the value in it, and mend that first."
+    if "answer: None instead of" in found:
+        return "a function that comes to its end without `return` answers None."
+    return ""
 
 
 def report(needs_work: dict[str, str]) -> dict[str, Any]:
