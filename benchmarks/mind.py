@@ -133,13 +133,15 @@ def fenced(path: Path, rounds: int) -> dict[str, float]:
         claim = assistant_work.claim(db, "w", ttl=FAR_SECONDS)
         assert claim
 
+        judged_at: list[int] = []
+
         def check(connection: Any, _: ToolCall) -> int:
-            assistant_work.assert_current(connection, claim)
+            judged_at[:] = [assistant_work.assert_current(connection, claim)]
             return claim.generation
 
         def record(connection: Any, asked: ToolCall, _: Occasion, answer: Answer | None) -> None:
             assert answer
-            assistant_work.observe_work(connection, claim, tool_message(asked.id, answer))
+            assistant_work.append_line(connection, claim, tool_message(asked.id, answer), at=judged_at[0])
 
         def sell(sale: Sale, now: Occasion) -> int:
             now.connection.execute("INSERT INTO sales (sku, quantity) VALUES (?, ?)", (sale.sku, sale.quantity))

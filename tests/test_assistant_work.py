@@ -120,6 +120,7 @@ def test_a_batch_is_queued_whole_in_its_order_and_again_changes_nothing(db: Data
 
 BEYOND = "x" * (work.MAX_TEXT_CHARACTERS + 1)
 LONG_NAME = "x" * (work.MAX_NAME_CHARACTERS + 1)
+END_OF_TIME = 253_402_300_800  # the first second of the year 10,000
 
 
 @pytest.mark.parametrize(
@@ -141,6 +142,8 @@ LONG_NAME = "x" * (work.MAX_NAME_CHARACTERS + 1)
         ({"available_after": float("inf")}, "out_of_bounds"),
         ({"now": -1}, "out_of_bounds"),
         ({"now": float("nan")}, "out_of_bounds"),
+        ({"now": END_OF_TIME}, "out_of_bounds"),
+        ({"now": END_OF_TIME + 1}, "out_of_bounds"),
         ({"now": 1e18}, "out_of_bounds"),
     ],
     ids=str,
@@ -153,6 +156,21 @@ def test_what_is_outside_the_bounds_is_refused_before_anything_is_written(
     assert answer(work.enqueue, db, **(good | change)) == category
     assert facts(db) == before
     assert answer(work.enqueue, db, **good) == "done"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"origin": LONG_NAME[1:], "session": LONG_NAME[1:], "subject": LONG_NAME[1:]},
+        {"now": 0},
+        {"now": END_OF_TIME - 1},
+        {"available_after": END_OF_TIME - 1},
+    ],
+    ids=str,
+)
+def test_what_just_fits_is_queued(db: Database, change: dict[str, Any]) -> None:
+    good = {"origin": "mail:1", "session": "lucy", "prompt": PROMPT, "now": NOW}
+    assert answer(work.enqueue, db, **(good | change)) == "done"
 
 
 def test_control_items_go_first_and_then_the_oldest(db: Database) -> None:
@@ -487,6 +505,14 @@ def test_retries_are_counted_apart_from_losses_and_end_as_blocked(db: Database) 
     assert events(db, claim.id) == ["work.claimed", "work.retried", "work.claimed", "work.blocked"]
 
 
+def test_a_retry_that_is_told_of_no_delay_is_ready_at_once(db: Database) -> None:
+    claim = held(db, retries=1)
+    assert work.retry(db, claim, "the supplier was away", now=NOW) is True
+    counts = work.count_open(db.connection)
+    assert (counts["ready"], counts["delayed"]) == (1, 0)
+    assert claimed(db).id == claim.id
+
+
 def test_a_released_item_keeps_its_place_and_may_be_told_to_wait(db: Database) -> None:
     claim = held(db)
     queued(db, "mail:2")
@@ -498,10 +524,12 @@ def test_a_released_item_keeps_its_place_and_may_be_told_to_wait(db: Database) -
 
 def test_finishing_and_claiming_is_one_commit(db: Database) -> None:
     first = held(db)
-    second = queued(db, "mail:2")
+    second, third = queued(db, "mail:2"), queued(db, "mail:3", "bob")
     following = work.finish_and_claim(db, first, "DONE", "done", now=NOW)
     assert following
     assert (following.id, following.owner, state(db, first.id)[0]) == (second, OWNER, "DONE")
+    assert state(db, third) == ("READY", 0, None)
+    work.cancel(db, third, now=NOW)
     assert work.finish_and_claim(db, following, "DONE", now=NOW) is None
 
 
@@ -681,6 +709,13 @@ def test_a_delegation_has_a_future_a_budget_and_no_grandchildren(db: Database) -
     child = child_of(db, parent)
     with pytest.raises(PolicyRefusal):
         work.delegate(db, child, "Look", deadline=NOW + 60, budget=1, now=NOW)
+
+
+@pytest.mark.parametrize("role", ["buyer", "shop"])  # before and behind research
+def test_a_claim_of_any_role_but_research_may_delegate(db: Database, role: str) -> None:
+    queued(db, role=role)
+    claim = claimed(db, role=role)
+    assert answer(work.delegate, db, claim, "Look", deadline=NOW + 60, budget=1, now=NOW) == "done"
 
 
 # --- looking ----------------------------------------------------------------------------------------------
@@ -874,3 +909,11 @@ def test_a_claim_may_last_as_long_and_be_of_as_many_as_the_limit_says(db: Databa
     assert answer(work.claim_many, db, OWNER, work.MAX_BATCH, ttl=work.MAX_TTL_SECONDS, now=NOW) == "done"
     assert answer(work.finish_and_claim, db, claim, "DONE", ttl=0, now=NOW) == "out_of_bounds"
     assert answer(work.finish_and_claim, db, claim, "DONE", ttl=work.MAX_TTL_SECONDS, now=NOW) == "done"
+
+
+def test_a_claim_may_be_shorter_than_a_second(db: Database) -> None:
+    queued(db)
+    claim, following = claimed(db, ttl=0.5), queued(db, "mail:2")
+    assert work.renew(db, claim, 0.5, now=NOW + 0.25) == NOW + 0.75
+    assert answer(work.finish_and_claim, db, claim, "DONE", ttl=0.5, now=NOW + 0.5) == "done"
+    assert row(db, following)["expires_at"] == (NOW + 1) * 1_000_000

@@ -118,6 +118,51 @@ def test_hazard_76_a_first_start_killed_at_any_statement_is_finished_by_the_next
     assert left == {(False, False, False), (True, False, False), (True, True, False), (False, True, True)}
 
 
+def test_nobody_comes_between_the_steps_of_a_first_start(location: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    db, told, write = _forget_the_epoch(location), list[str](), authority.write_marker
+    another = location.open(patience=timedelta(seconds=0.2), authority_required=False)
+
+    def meet(path: Path, epoch: str) -> None:
+        with monkeypatch.context() as alone:
+            alone.setattr(authority, "write_marker", write)
+            told.append(answer(authority.establish, another.connection))
+        write(path, epoch)
+
+    monkeypatch.setattr(authority, "write_marker", meet)
+    authority.establish(db.connection)
+    assert told == ["ledger_busy"] * 2
+    assert answer(authority.establish, another.connection) == "done"
+    assert read_marker(db.authority) == epoch_of(db)
+    another.close()
+    db.close()
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_first_start_that_another_one_has_overtaken_finds_all_done(
+    location: Any, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    db, steps, begin = _forget_the_epoch(location), list[int](), authority.Transaction
+    another, told = location.open(authority_required=False), list[str]()
+
+    def overtaken(connection: Any, *, ledger_lock: bool) -> Any:
+        steps.append(len(steps) + 1)
+        if steps == [*range(1, step + 1)]:
+            with monkeypatch.context() as alone:
+                alone.setattr(authority, "Transaction", begin)
+                authority.establish(another.connection)
+                told.append(epoch_of(another))
+        return begin(connection, ledger_lock=ledger_lock)
+
+    monkeypatch.setattr(authority, "Transaction", overtaken)
+    with suppress(FileNotFoundError):
+        authority.establish(db.connection)
+        told.append(epoch_of(db))
+    assert told == [read_marker(db.authority)] * 2
+    assert not db.authority.with_suffix(authority.BEGINNING).exists()
+    another.close()
+    db.close()
+
+
 @pytest.mark.parametrize("age", ["new", "used"])
 def test_hazard_94_a_ledger_whose_control_row_is_gone_begins_no_epoch_unasked(
     db: Database, location: Any, clock: ManualClock, age: str
@@ -518,6 +563,25 @@ def test_a_ledger_that_only_went_on_or_was_restored_opens_with_its_marker_on_ano
         journal.record(connection, "k", "s", actor="a", at=org.db.now(), detail={})
         org.close()  # what is not committed was not seen
     assert answer(Organization, location.root) == "done"
+
+
+def test_of_two_that_write_down_how_far_the_ledger_has_come_the_second_waits(
+    db: Database, location: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, write = list[str](), authority.write_marker
+    another = location.open(patience=timedelta(seconds=0.2))
+
+    def meet(path: Path, progress: str) -> None:
+        with monkeypatch.context() as alone:
+            alone.setattr(authority, "write_marker", write)
+            told.append(answer(authority.note_progress, another.connection))
+        write(path, progress)
+
+    monkeypatch.setattr(authority, "write_marker", meet)
+    authority.note_progress(db.connection)
+    assert told == ["ledger_busy"]
+    assert answer(authority.note_progress, another.connection) == "done"
+    another.close()
 
 
 @pytest.mark.parametrize("content", ["x", "epoch_x many", "a b c"])

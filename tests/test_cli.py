@@ -403,7 +403,8 @@ def test_an_operator_backs_up_restores_looks_and_resumes(call, local_root, tmp_p
     assert call("status", "--root", local_root, "--json").document["paused"] is True
     told = call("status", "--root", local_root).out.splitlines()
     assert told[0] == "The ledger is paused: nothing new begins."
-    assert told[1].startswith("  next   sovereign-agent resume")
+    assert [line.split()[0] for line in told[1:5]] == ["by", "since", "why", "next"]
+    assert (told[3], told[4].split()[2]) == ("  why    restored: a bad day", "resume")
     assert finding(call, local_root)["verdict"] == "warn"
     assert call("resume", *by).code == 0
     assert finding(call, local_root)["verdict"] == "ok"
@@ -466,6 +467,51 @@ def test_open_assistant_work_shows_in_status_and_beside_the_epoch(call, local_ro
     assert "assistant work: 1 running, 1 ready, 0 delayed, 0 parked" in call("status", "--root", local_root).out
     assert call("authority", "show", "--root", local_root, "--json").document["health"]["work"] == counts
     assert "1 running, 1 ready, 0 delayed, 0 parked" in call("authority", "show", "--root", local_root).out
+
+
+def test_a_paused_ledger_says_who_paused_it_since_when_and_why(root, call):
+    by = ("--by", "operator-course", "--root", root)
+
+    def seen() -> list[str]:
+        shown = call("authority", "show", "--root", root, "--json").document["paused_by"]
+        assert call("status", "--root", root, "--json").document["paused_by"] == shown
+        if shown is None:
+            return []
+        since = f"{datetime.fromisoformat(shown['at']):%F %T} UTC"
+        for verb in (["status"], ["authority", "show"]):
+            told = call(*verb, "--root", root).out
+            assert re.search(rf"by +{shown['actor']}\n  since +{since}\n  why +(.*)\n", told), told
+        assert f"by {shown['actor']}; since {since}; why " in finding(call, root)["found"]
+        return [shown["actor"], *re.findall(r"why +(.*)\n", told)]
+
+    assert seen() == []
+    assert call("pause", "--reason", "stocktaking", *by).code == 0
+    assert seen() == ["operator-course", "paused: stocktaking"]
+    assert call("resume", "--reason", "counted", *by).code == 0
+    assert seen() == []
+    assert call("authority", "new-epoch", "--reason", "a bad disk", *by).code == 0
+    assert seen() == ["operator-course", "new epoch: a bad disk"]
+
+
+def test_a_new_epoch_tells_only_the_hosts_that_there_can_be_what_to_type(root, location, call):
+    told = call("authority", "new-epoch", "--by", "operator-course", "--reason", "r", "--root", root).out
+    assert ("sovereign-agent authority adopt" in told) == (location.engine == "postgresql")
+    assert call("authority", "adopt", "--yes", "--root", root).code == int(location.engine == "sqlite")
+
+
+def test_init_where_this_host_has_no_marker_says_what_to_type_and_that_works(root, location, call):
+    (root / LEDGER_NAME).with_suffix(".authority").unlink()
+    told = call("init", "--root", root, "--json")
+    assert (told.code, told.error["category"]) == (4, "marker_missing")
+    adopt = "sovereign-agent authority adopt"
+    assert told.error["next_command"].startswith(adopt) == (location.engine == "postgresql")
+    mend = ["adopt", "--yes"] if location.engine == "postgresql" else ["new-epoch", "--by", "operator-course"]
+    assert call("authority", *mend, *["--reason", "r"] * ("--by" in mend), "--root", root).code == 0
+    assert call("init", "--root", root, "--json").document["changed"] is False
+
+
+def test_doctor_says_of_a_file_alone_that_its_disk_may_go_back(root, location, call):
+    assert ("a rollback of the whole disk" in finding(call, root)["found"]) == (location.engine == "sqlite")
 
 
 def test_doctor_says_once_what_a_marker_beside_its_ledger_cannot_see(call, local_root, tmp_path):
@@ -731,7 +777,7 @@ def test_parked_work_is_seen_to_wait_for_a_ruling_until_there_is_one(losses, roo
         return (
             bool(told["parked"]) and told["next"] == ruling,
             found["mend"] == ruling,
-            "parked: failed (worker_lost)" in text,
+            "parked: failed (worker_lost)" in text and "workers lost over it: 1\n" in text,
         )
 
     assert seen() == ((losses == 1,) * 3)
@@ -776,6 +822,11 @@ def test_an_id_that_names_nothing_is_told_from_one_of_another_kind(root, org, ca
     assert nothing["why"] == "No assignment of this ledger has that id."
     assert other["why"] == (
         "No assignment of this ledger has that id: it has the form of another kind, statement of work."
+    )
+    back = call("verify", "asg_nope", "--by", "verifier-course", "--root", root, "--json").error
+    assert back["happened"] == "There is no statement of work asg_nope."
+    assert (
+        back["why"] == "No statement of work of this ledger has that id: it has the form of another kind, assignment."
     )
 
 
@@ -860,6 +911,27 @@ def test_a_message_arrives(root, call):
     assert found == sent
     assert "body   two\\nlines" in call("inbox", "operator-course", "--root", root).out
     assert call("inbox", "master-course", "--root", root).out == "master-course has no message to claim.\n"
+
+
+def test_a_message_that_was_delivered_too_often_is_told_apart_and_stands_in_a_list(root, call):
+    clock = ManualClock(datetime(2020, 1, 1, tzinfo=UTC))
+    sent = dict[str, str]()
+    with closing(Organization(root)) as org:
+        for subject, deliveries in (("once", 1), ("too often", relay.MAX_DELIVERIES)):
+            message = relay.send(org.db, "principal-human", "operator-course", subject, "b", clock=clock)
+            sent[subject] = message.id
+            for _ in range(deliveries):
+                relay.claim(org.db, message.id, "operator-course", clock=clock)
+                clock.advance(relay.CLAIM_TTL)
+    inbox = ["inbox", "operator-course", "--root", root]
+    assert call(*inbox, "--dead").out == "operator-course has no dead message.\n"
+    told = call("supervisor", "--once", "--root", root).out
+    assert told == f"claims given back: {sent['once']}; messages dead: {sent['too often']}\n"
+    for option, message in ([], sent["once"]), (["--dead"], sent["too often"]):
+        assert [each["id"] for each in call(*inbox, *option, "--json").document["messages"]] == [message]
+        assert call(*inbox, *option).out.startswith(f"{message}  ")
+    assert call("inbox", "master-course", "--dead", "--root", root, "--json").document == {"messages": []}
+    assert call("inbox", "nobody", "--dead", "--root", root).code == 2
 
 
 def test_actors_are_listed_with_the_lease_that_each_is_under(root, org, call):
@@ -1189,6 +1261,19 @@ def test_the_loop_prints_an_object_for_each_tick_and_a_line_only_for_news(local_
     assert ended(lines).out in ("", "leases run out: operator-course\n")
 
 
+@pytest.mark.parametrize("verb", ["status", "doctor", "init", "run asg_1"])
+def test_a_pipe_in_place_of_the_settings_is_refused_at_once(verb, local_root):
+    (local_root / FILE_NAME).unlink()
+    os.mkfifo(local_root / FILE_NAME)
+    process = spawned(*verb.split(), "--root", local_root)
+    try:
+        eventually(lambda: process.poll() is not None)
+    finally:
+        told = ended(process)
+    assert told.code == 2
+    assert f"{FILE_NAME} cannot be used: it is a pipe." in told.out + told.err
+
+
 # --- what a person sees while waiting ---------------------------------------------------------------------
 
 
@@ -1508,6 +1593,33 @@ def test_what_left_the_house_is_shown_and_a_person_speaks_of_it(root, call):
     assert (refused.code, refused.error["category"]) == (1, "effect_settled")
     word[3] = "nobody"
     assert call("assistant", "reconcile", "op_1", *word).code == 2
+
+
+def test_an_act_that_waits_for_a_person_shows_in_status_and_doctor_and_one_of_a_worker_does_not(root, call):
+    place, by = ["--root", root], ["--by", "principal-human", "--reason", "r", "--root", root]
+
+    def seen() -> str:
+        text = call("status", *place).out
+        found = findings(call("doctor", *place, "--json")).get("effects", {"found": ""})["found"]
+        assert (f"acts outside: {found}\n  look   sovereign-agent assistant effects" in text) == bool(found)
+        return found
+
+    with closing(Organization(root)) as org:
+        item = assistant_work.enqueue(org.db, "mail:1", "lucy", "Order tea.")
+        claim = assistant_work.claim(org.db, "worker-1")
+        assert claim
+        with org.db.transaction() as connection:
+            effects.intend(connection, "op_1", claim, tool="order", arguments="{}", at=7)
+        assert seen() == ""
+        assert re.search(r"claimed +until .* UTC", call("assistant", "effects", *place).out)
+        assistant_work.cancel(org.db, item)
+    assert seen() == "1 waiting for a person's word"
+    assert call("authority", "new-epoch", *by).code == 0
+    older = {"waiting": 1, "of_older_epoch": 1}
+    assert call("status", *place, "--json").document["effects"] == older
+    assert seen() == "1 waiting for a person's word, 1 of an older epoch, before which nothing else leaves"
+    assert call("assistant", "reconcile", "op_1", "--outcome", "done", *by).code == 0
+    assert seen() == ""
 
 
 @pytest.mark.parametrize("content", ["no such file", "", "null", "[]", "{}", '{"id": "work_1"}', "\udcff"])

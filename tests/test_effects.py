@@ -21,8 +21,8 @@ from support import answer, at_one_barrier, killed_in_a_process, rows
 from sovereign_agent import assistant_service, assistant_work, effects, journal
 from sovereign_agent.agent_loop import Limits, LoopResult, Message, run_loop
 from sovereign_agent.assistant_work import Claim
-from sovereign_agent.clock import micros
-from sovereign_agent.database import LEDGER_NAME, Connection, Database
+from sovereign_agent.clock import micros, moment
+from sovereign_agent.database import LEDGER_NAME, Connection, Database, sqlite_backup
 from sovereign_agent.errors import AuthorityLost, PolicyRefusal
 from sovereign_agent.llm_lab import ScriptedModel, scripted_turn
 from sovereign_agent.tool_dispatch import Dispatcher, ExecutableTool, Fence, Occasion, argument_text
@@ -145,6 +145,33 @@ def test_a_person_waits_for_the_worker_that_may_still_see_the_end(db: Database) 
     assert answer(reconcile, db, "op_2") == "done"  # its worker has seen all that it will see
     assistant_work.release(db, claim)
     assert answer(reconcile, db, "op_1") == "done"
+
+
+def test_a_person_waits_for_a_worker_until_its_claim_runs_out_and_no_longer(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assistant_work.enqueue(db, "mail:1", "lucy", "Order tea")
+    claim = assistant_work.claim(db, "worker")
+    assert claim
+    intend(db, "op_1", claim=claim)
+    (until,) = (row["expires_at"] for row in rows(db, "assistant_work"))
+    for at, said in ((until - 1, "effect_in_flight"), (until, "done")):
+        monkeypatch.setattr(type(db.connection), "now", lambda _, at=at: moment(at))
+        assert answer(reconcile, db, "op_1") == said
+
+
+def test_a_claim_of_another_generation_or_epoch_does_not_see_the_end_of_an_act(db: Database) -> None:
+    assistant_work.enqueue(db, "mail:1", "lucy", "Order tea")
+    held = assistant_work.claim(db, "worker")
+    assert held
+    for name, claim in (
+        ("op_held", held),
+        ("op_generation", replace(held, generation=2)),
+        ("op_epoch", replace(held, epoch=EPOCH)),
+        ("op_item", CLAIM),
+    ):
+        intend(db, name, claim=claim)
+    assert [each.operation_id for each in effects.unsettled(db.connection) if each.held_until] == ["op_held"]
 
 
 def _speak(number: int, location: Any) -> str:
@@ -324,6 +351,26 @@ def test_a_worker_of_an_older_epoch_settles_nothing_that_a_person_must_speak_of(
 
 
 # --- a restore ----------------------------------------------------------------------------------------------
+
+
+@SQLITE
+def test_no_word_is_taken_that_an_unfinished_restore_would_lose(
+    db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intend(db, "op_1")
+    assistant_service.backup(db, tmp_path / "backup")
+
+    def stop(*_: object, **__: object) -> None:
+        raise OSError("the power went")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite_backup, "replace_content", stop)
+        assert answer(assistant_service.restore, db, tmp_path / "backup") == "restore_unfinished"
+    assert answer(reconcile, db, "op_1") == "restore_unfinished"
+    assistant_service.finish_restore(db)
+    assert listed(db) == [("op_1", "", True)]
+    assert answer(reconcile, db, "op_1") == "done"
+    assert listed(db) == []
 
 
 @SQLITE

@@ -353,7 +353,7 @@ def test_a_program_whose_help_and_version_never_come_to_a_point_is_read_in_no_ti
     """Both answers are what a careless pattern walks through again from each of its characters; 256 KiB are read."""
     program = tmp_path / "program"
     program.write_text(
-        "#!/bin/sh\nfill() { head -c 20000 /dev/zero | tr '\\0' \"$1\"; }\n"
+        "#!/bin/sh\nfill() { head -c 40000 /dev/zero | tr '\\0' \"$1\"; }\n"
         'case "$*" in *--help*) fill "\\n" ;; *) fill x ;; esac\n'
     )
     program.chmod(0o755)

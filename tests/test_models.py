@@ -396,7 +396,7 @@ class Mailbox(Protocol):
                 rest = 0 if letter.deliveries == 1 else 2 ** (letter.deliveries - 1)
                 letter.state, letter.claim_owner, letter.fencing_token = "NEW", None, None
                 letter.claim_expires_at, letter.ready_at = None, now + rest * 1_000_000
-        assert relay.sweep_expired_claims(self.db, self.clocks[process], batch=batch) == due
+        assert [*relay.sweep_expired_claims(self.db, self.clocks[process], batch=batch)] == due
 
     @rule(actor=actors, process=processes)
     def look(self, actor: str, process: str) -> None:

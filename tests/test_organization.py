@@ -600,6 +600,7 @@ def test_blocked_work_waits_for_a_ruling_which_then_stands_in_the_envelope(
     assert answer(org.rule, sow.id, " ", PRINCIPAL) == "invalid_text"
     assert org.rule(sow.id, "The left one.", PRINCIPAL).decision == "The left one."
     assert outcomes.get_sow(org.db.connection, sow.id).state == "READY"
+    assert outcomes.get_outcome(org.db.connection, outcome.id).state == "ACTIVE"
     assert answer(org.rule, sow.id, "The right one.", PRINCIPAL) == "illegal_move"
     org.run_assignment(org.assign(sow.id, OPERATOR, MASTER).id)
     assert told == [(), ("The left one.",)]

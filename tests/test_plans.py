@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support import ACTOR, attempt_on, finish, new_assignment, recover, renew_attempt, run_of
 
-from sovereign_agent import assistant_work, effects, fencing, journal, relay
+from sovereign_agent import assistant_work, conversation, effects, fencing, journal, relay
 from sovereign_agent.clock import ManualClock
 from sovereign_agent.database import Database, Result, Value
 from sovereign_agent.heartbeat import heartbeat_status
@@ -134,6 +134,7 @@ def test_hazard_56_no_hot_statement_walks_through_history(old_ledger: Database, 
         "active attempt": lambda: fencing.active_attempt(db.connection, attempt.assignment_id),
         "inbox": lambda: relay.inbox(db, ACTOR, clock=clock),
         "claim": lambda: relay.claim(db, message.id, ACTOR, clock=clock),
+        "dead letters": lambda: relay.dead_letters(db.connection, ACTOR),
         "sweep": lambda: relay.sweep_expired_claims(db, clock),
         "newest heartbeat": lambda: heartbeat_status(Process(db), clock=clock),
         "renewal of a lease": lambda: fencing.acquire_or_renew_actor_lease(db, ACTOR, "proc_red", clock=clock),
@@ -172,6 +173,7 @@ def test_no_hot_statement_of_the_assistant_walks_through_history(old_ledger: Dat
         "retry": lambda: assistant_work.retry(db, claims[2], "r"),
         "count": lambda: assistant_work.count_open(db.connection),
         "open work": lambda: assistant_work.open_work(db.connection),
+        "unanswered": lambda: conversation.unanswered(db.connection),
         "transcript": lambda: assistant_work.transcript(db.connection, child.id),
     }
     assert walking(db, acts) == {}

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import pty
 import secrets
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +18,20 @@ import pytest
 from sovereign_agent import assistant_service
 from sovereign_agent.database import LEDGER_NAME, Database
 from sovereign_agent.errors import SovereignError
+from sovereign_agent.organization import Organization
 from sovereign_agent.storage import authority, sqlite, sqlite_backup
 from sovereign_agent.testing import power_loss
-from sovereign_agent.testing.power_loss import EVERYWHERE, NEW_EPOCH, ROOT, STORIES, Judge, cuts, record_of, try_story
+from sovereign_agent.testing.power_loss import (
+    EVERYWHERE,
+    NEW_EPOCH,
+    OPEN,
+    ROOT,
+    STORIES,
+    Judge,
+    cuts,
+    record_of,
+    try_story,
+)
 from sovereign_agent.testing.recorder import Disk, Mark, Name, Recorder, Sync, SyncFolder, Write
 
 MARKER = f"{ROOT}/{LEDGER_NAME.with_suffix('.authority')}"
@@ -95,6 +109,44 @@ def test_hazard_76_the_marker_is_durable_before_the_ledger_commits_to_its_epoch(
     assert steps == sorted(steps)
     logged = operations[steps[-1]].file
     assert all(getattr(each, "file", None) != logged for each in operations[begun : steps[-1]])
+
+
+# --- what a person sees of it -------------------------------------------------------------------------------
+
+
+def look(root: Path) -> Iterator[str]:
+    """A story of a few writes."""
+    yield OPEN
+    Organization(root).close()
+
+
+def tried(monkeypatch: pytest.MonkeyPatch, *stories: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["power_loss", "--reorderings", "0", *stories])
+    monkeypatch.setitem(STORIES, "look", look)
+    return power_loss.main()
+
+
+def test_on_a_terminal_it_shows_which_story_it_is_at_and_how_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "rb", 0) as seen, os.fdopen(theirs, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert tried(monkeypatch, "look") == 0
+        shown = seen.read(2**16).decode()
+    last = int(shown.rpartition(" of ")[2].split("\r")[0])
+    assert shown == "".join(f"\r\x1b[Klook: cut {cut} of {last}" for cut in range(1, last + 1)) + "\r\x1b[K"
+    assert capsys.readouterr().out.startswith(f"look         {last} cuts, ")
+
+
+def test_elsewhere_it_is_quiet_and_a_story_that_is_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tried(monkeypatch, "look") == 0
+    assert capsys.readouterr().err == ""
+    with pytest.raises(SystemExit, match="2"):
+        tried(monkeypatch, "asistant")
+    assert "there is no story 'asistant'; there are first_start, run" in capsys.readouterr().err
 
 
 # --- what the trial finds when it has to --------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_at_the_boundary_a_claim_is_either_kept_or_free_to_sweep_and_to_take(
     assert {message.id for message in relay.inbox(db, ACTOR, clock=clock)} == ({kept.id, swept.id} if over else set())
     assert answer(claimed, db, clock, kept) == "done"
     assert (relay.get_message(db, kept.id).fencing_token != kept.fencing_token) == over
-    assert relay.sweep_expired_claims(db, clock) == ([swept.id] if over else [])
+    assert [*relay.sweep_expired_claims(db, clock)] == ([swept.id] if over else [])
 
 
 def test_an_unaddressed_actor_may_not_claim_and_cannot_settle(db: Database, clock: ManualClock) -> None:
@@ -148,7 +148,7 @@ def test_what_is_settled_is_never_claimed_again(db: Database, clock: ManualClock
         relay.dead_letter(db, message, clock=clock)
     clock.advance(LONG)
     assert answer(claimed, db, clock, message) == "illegal_move"
-    assert relay.sweep_expired_claims(db, clock) == []
+    assert [*relay.sweep_expired_claims(db, clock)] == []
     assert relay.inbox(db, ACTOR, clock=clock) == []
     assert answer(relay.claim, db, "msg_none", ACTOR, clock=clock) == "message_missing"
 
@@ -236,7 +236,7 @@ def test_a_sweep_puts_what_ran_out_back_for_every_recipient_and_its_old_token_se
     assert relay.get_message(db, held.id) == held
     assert answer(complete, db, lapsed, clock) == "fencing_token_stale"
     assert history(db, lapsed) == ["message.sent", "message.claimed", "message.swept"]
-    assert relay.sweep_expired_claims(db, clock) == []
+    assert [*relay.sweep_expired_claims(db, clock)] == []
 
 
 def test_a_new_epoch_says_in_the_history_of_each_claimed_message_that_it_took_the_claim_away(
@@ -297,7 +297,7 @@ def test_a_message_that_changed_between_the_sweeps_look_and_its_write_is_left_al
         between.extend(dict(row) for row in rows(db, "messages") if row["id"] == changed.id)
 
     with hook_after(db.connection, "FROM messages", meanwhile):
-        assert relay.sweep_expired_claims(db, clock) == [untouched.id]
+        assert [*relay.sweep_expired_claims(db, clock)] == [untouched.id]
     assert [row for row in rows(db, "messages") if row["id"] == changed.id] == between
     assert history(db, changed) == ["message.sent", "message.claimed"]
 
@@ -321,11 +321,11 @@ def test_a_message_that_nobody_survives_is_claimed_exactly_so_often_and_then_dea
         assert relay.get_message(db, poison.id).deliveries == delivery
         clock.advance(CLAIM_TTL)
         if swept:
-            assert relay.sweep_expired_claims(db, clock) == [poison.id]
+            assert [*relay.sweep_expired_claims(db, clock)] == [poison.id]
             clock.advance(LONG)
     assert relay.inbox(db, ACTOR, clock=clock) == []
     assert answer(claimed, db, clock, poison) == "illegal_move"
-    assert relay.sweep_expired_claims(db, clock) == ([] if swept else [poison.id])
+    assert [*relay.sweep_expired_claims(db, clock)] == ([] if swept else [poison.id])
     dead = relay.get_message(db, poison.id)
     assert (dead.state, dead.deliveries) == (MessageState.DEAD, MAX_DELIVERIES)
     assert history(db, poison).count("message.claimed") == MAX_DELIVERIES
@@ -442,7 +442,7 @@ def test_a_corrupt_claim_is_granted_to_nobody_and_its_readers_survive(
     assert [message.id for message in relay.inbox(db, ACTOR, clock=clock)] == [sound.id]
     assert answer(claimed, db, clock, sound) == "done"
     assert relay.get_message(db, corrupt.id).fencing_token == corrupt.fencing_token
-    assert relay.sweep_expired_claims(db, clock) == ([corrupt.id] if value is not None and value < 0 else [])
+    assert [*relay.sweep_expired_claims(db, clock)] == ([corrupt.id] if value is not None and value < 0 else [])
 
 
 def _far(value: int | None) -> bool:

@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import sqlite3
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -151,22 +152,49 @@ def test_a_backup_whose_name_may_not_outlive_a_power_cut_has_no_name(
     assert answer(assistant_service.backup, db, tmp_path / "b") == "done"
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK])
-def test_a_disk_without_hard_links_is_refused_by_name_and_gets_nothing(
-    db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    def no_links(name: Path, target: Path) -> None:
-        raise OSError(code, os.strerror(code), str(target), None, str(name))
+@pytest.fixture(params=[errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK], ids=["vfat", "fuse", "full"])
+def stick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """A folder on a disk without hard links."""
 
+    def no_links(name: Path, target: Path) -> None:
+        raise OSError(request.param, os.strerror(request.param), str(target), None, str(name))
+
+    monkeypatch.setattr(Path, "hardlink_to", no_links)
     (tmp_path / "stick").mkdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "hardlink_to", no_links)
-        with pytest.raises(LedgerUnavailable) as error:
-            assistant_service.backup(db, tmp_path / "stick" / "b")
-    assert (error.value.category, "without hard links" in error.value.why) == ("copy_unwritten", True)
-    assert "another place" in error.value.next_command
-    assert list((tmp_path / "stick").iterdir()) == []
-    assert answer(assistant_service.backup, db, tmp_path / "stick" / "b") == "done"
+    return tmp_path / "stick"
+
+
+def test_a_disk_without_hard_links_gets_a_backup_too(db: Database, stick: Path, tmp_path: Path) -> None:
+    image = assistant_service.backup(db, stick / "b")
+    assert [path.name for path in stick.iterdir()] == ["b"]
+    assert stat.S_IMODE((stick / "b").stat().st_mode) == 0o600
+    sqlite_backup.take_in(stick / "b", db.path, tmp_path / "taken")
+    assert image.path == stick / "b"
+
+
+def test_without_hard_links_a_name_that_was_taken_meanwhile_is_not_given_away(
+    db: Database, stick: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = sqlite_backup.sync
+
+    def synced(path: Path) -> None:  # the last thing before the name is given
+        (stick / "b").write_text("somebody else's")
+        sync(path)
+
+    monkeypatch.setattr(sqlite_backup, "sync", synced)
+    assert answer(assistant_service.backup, db, stick / "b") == "backup_exists"
+    assert {path.name: path.read_text() for path in stick.iterdir()} == {"b": "somebody else's"}
+
+
+def test_without_hard_links_a_backup_that_cannot_get_its_name_leaves_nothing(
+    db: Database, stick: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "replace", fail)
+    assert answer(assistant_service.backup, db, stick / "b") == "copy_unwritten"
+    assert list(stick.iterdir()) == []
 
 
 def test_a_backup_may_have_the_longest_name_that_a_disk_takes_and_no_longer(db: Database, tmp_path: Path) -> None:

@@ -440,7 +440,7 @@ def test_a_kind_of_fault_that_never_fired_fails_the_run(capsys, monkeypatch):
     monkeypatch.setattr(simulate, "_chosen", lambda _: [scenario])
     code, out, _ = verb(capsys, "--seeds", "0")
     assert (code, "NEVER  is paused\n" in out) == (1, True)
-    assert out.endswith("It does not hold.\n")
+    assert out.endswith(" schedules. It does not hold.\n")
 
 
 def test_a_scenario_that_is_not_there_is_a_usage_error_that_names_those_that_are(capsys):

@@ -637,6 +637,17 @@ def test_an_item_ends_with_its_answer_or_with_the_name_of_what_ended_it(shop: Da
     assert (item["status"], item["result"]) == (final, result)
 
 
+@pytest.mark.parametrize(("turn", "code"), [("", "EMPTY_REPLY"), (Turn(" ", (), "length"), "TOKEN_LIMIT")])
+def test_a_reply_that_says_nothing_is_kept_as_evidence(shop: Database, turn: Any, code: str) -> None:
+    claim = claimed(shop)
+    model = ScriptedModel([scripted_turn(turn) if turn == "" else turn])
+    conversation.converse(shop, claim, model, selling(claim))
+    kept = [(why["code"], why["detail"]) for why in conversation.evidence(shop.connection, claim.id)]
+    assert [each for each, _ in kept] == [code]
+    assert "No call and no text: Turn(" in kept[0][1]
+    assert "finish_reason=" in kept[0][1]
+
+
 class Failing:
     """A model that fails so often, and then answers."""
 
@@ -721,6 +732,27 @@ def test_what_failed_is_kept_in_private_and_the_model_gets_a_code(shop: Database
         with pytest.raises(SovereignError):
             shop.connection.execute("UPDATE assistant_evidence SET detail = ''")
     assert status(shop, item) == "DONE"
+
+
+def test_a_refusal_is_kept_with_its_category_its_reason_and_where_to_look(shop: Database) -> None:
+    def act(_: Piece) -> None:
+        raise AssertionError("nothing may leave")
+
+    lost = claimed(shop)
+    with shop.transaction() as connection:
+        effects.intend(connection, "op_1", lost, tool="sell", arguments="{}", at=7)
+    assistant_service.new_epoch(shop, "operator", "a bad disk")
+    assistant_service.resume(shop, "operator", "go on")
+    item = work.enqueue(shop, "mail:2", "max", "Sell one.")
+    work.cancel(shop, lost.id)
+    serve(shop, item, scripted(asks(1), "I could not."), lambda _: only(act))
+    ((_, told),) = answers(said(shop, item))
+    (kept,) = conversation.evidence(shop.connection, item)
+    assert kept["detail"] == (
+        "PolicyRefusal effects_unreconciled: Nothing left the house. Acts of an older epoch may stand outside;"
+        " no person has said which. See sovereign-agent assistant effects."
+    )
+    assert (told["error"], "epoch" in json.dumps(told)) == ("tool_failed", False)
 
 
 @pytest.mark.parametrize(("quotes", "told"), [(19_990, True), (30_000, False)])
@@ -833,6 +865,10 @@ def test_a_transcript_that_cannot_be_read_ends_its_item_and_not_the_service(shop
     assert (status(shop, broken), status(shop, sound)) == ("BLOCKED", "DONE")
 
 
+def interrupts(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def exits(*_: object) -> None:
     raise SystemExit(3)
 
@@ -840,12 +876,31 @@ def exits(*_: object) -> None:
 def test_hazard_50_an_item_that_ends_each_service_is_parked_and_the_next_one_is_answered(shop: Database) -> None:
     poison = work.enqueue(shop, "mail:1", "lucy", "Sell one.")
     for _ in range(work.CRASH_LIMIT):
-        with pytest.raises(SystemExit):
-            serve(shop, poison, Seller(1), lambda _: only(exits))
+        with pytest.raises(KeyboardInterrupt):
+            serve(shop, poison, Seller(1), lambda _: only(interrupts))
         let_it_run_out(shop, poison)
     sound = work.enqueue(shop, "mail:2", "max", "Sell one.")
     serve(shop, sound, Seller(1))
     assert (status(shop, poison), status(shop, sound)) == ("PARKED", "DONE")
+
+
+def test_a_tool_that_exits_has_failed_and_its_service_goes_on(shop: Database) -> None:
+    item = work.enqueue(shop, "mail:1", "lucy", "Sell one.")
+    serve(shop, item, scripted(asks(1), "None was left."), lambda _: only(exits))
+    assert json.loads(said(shop, item)[1]["content"]) == {"ok": False, "error": "tool_failed", "effect": "unknown"}
+    (why,) = conversation.evidence(shop.connection, item)
+    assert (status(shop, item), why["code"], why["detail"]) == ("DONE", "tool_failed", "SystemExit: 3")
+
+
+def test_tools_whose_maker_exits_end_their_item_and_not_the_service(shop: Database) -> None:
+    item = work.enqueue(shop, "mail:1", "lucy", "Sell one.")
+
+    def tools(_: Claim) -> Iterator[ExecutableTool]:
+        exits()
+        yield from ()
+
+    serve(shop, item, Seller(1), tools)
+    assert (status(shop, item), work.get_work(shop.connection, item)["result"]) == ("BLOCKED", "tools_unusable")
 
 
 def test_hazard_49_a_service_that_hangs_in_a_tool_loses_its_claim_although_it_is_alive(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -94,6 +95,80 @@ def test_asking_ends_with_one_and_the_reason_when_no_answer_came_of_it(
     shown = call("assistant", "evidence", item, "--root", location.root)
     assert "tool_not_allowed" in shown.out
     assert "script_ended" in shown.out
+
+
+@pytest.mark.usefixtures("org")
+def test_what_ended_without_an_answer_is_shown_by_status_with_the_reason_and_where_to_look(
+    location: Location, call: Call, script: Path
+) -> None:
+    place = ["--root", location.root]
+    script.write_text('[{"text": ""}]')
+    item = call("assistant", "ask", "lucy", "Sell one.", "--json", *place, "--script", script).document["id"]
+    assert call("assistant", "status", *place, "--json").document["open"] == []
+    blocked = call("assistant", "status", *place, "--json").document["blocked"]
+    assert [(each["id"], each["status"], each["result"]) for each in blocked] == [(item, "BLOCKED", "EMPTY_REPLY")]
+    shown = call("assistant", "status", *place).out
+    assert shown.startswith(f"Nothing is open.\nBLOCKED {item}\n")
+    assert re.search(rf"look +sovereign-agent assistant evidence {item} ", shown)
+    assert "No call and no text" in call("assistant", "evidence", item, *place).out
+
+
+@pytest.mark.usefixtures("org")
+def test_an_item_that_nobody_gets_any_more_is_shown_with_what_to_type_instead_and_that_works(
+    location: Location, org: Organization, call: Call
+) -> None:
+    place = ["--root", location.root]
+    item = work.enqueue(org.db, "mail:1", "lucy's", "Sell one.", role="till")
+    assert "anew" not in call("assistant", "status", *place).out
+    for day in range(work.CRASH_LIMIT + 1):
+        work.claim(org.db, "till-1", now=day * 86_400, role="till")
+    shown = call("assistant", "status", item, *place).out
+    instead = re.findall(r"(?:next|anew) +sovereign-agent (.*)", shown)
+    for each in instead:
+        typed = each.replace("ACTOR", "principal-human").replace("PROMPT", "'Sell one.'")
+        assert call(*shlex.split(typed)).code == 0
+    assert work.get_work(org.db.connection, item)["status"] == "CANCELED"
+    again = work.claim(org.db, "till-1", role="till")
+    assert again
+    assert (again.session, again.prompt) == ("lucy's", "Sell one.")
+
+
+@pytest.mark.parametrize("broken", ["a pipe that nobody reads", "a full disk"])
+def test_a_service_whose_words_nobody_hears_goes_on(
+    broken: str, location: Location, org: Organization, script: Path
+) -> None:
+    script.write_text('[{"text": "One."}, {"text": "Two."}]')
+    if broken == "a full disk":
+        stderr = os.open("/dev/full", os.O_WRONLY)
+    else:
+        ours, stderr = os.pipe()
+        os.close(ours)
+    process = spawned("assistant", "serve", "--root", location.root, "--script", script, stderr=stderr)
+    os.close(stderr)
+    try:
+        for number in range(2):
+            item = work.enqueue(org.db, f"mail:{number}", "lucy", "Sell one.")
+            eventually(lambda item=item: work.get_work(org.db.connection, item)["status"] == "DONE")
+        assert process.poll() is None
+        process.terminate()
+        out, _ = process.communicate(timeout=30)
+        assert (process.returncode, out) == (0, "Stopped.\n")
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("place", ["import", "build"])
+def test_tools_that_exit_are_refused_before_anything_is_claimed(
+    place: str, local: Path, call: Call, script: Path
+) -> None:
+    name = f"exits_{place}"
+    leaves = {"import": "raise SystemExit(0)", "build": "def build(db):\n    raise SystemExit(0)"}
+    (local / f"{name}.py").write_text(leaves[place])
+    settings = local / "sovereign.toml"
+    settings.write_text(f'{settings.read_text()}\n[assistant]\ntools = "{name}:build"')
+    refused = call("assistant", "serve", "--json", "--root", local, "--script", script)
+    expected = {"import": "unresolved_reference", "build": "tools_unusable"}
+    assert (refused.code, refused.error["category"], refused.error["why"]) == (2, expected[place], "SystemExit: 0")
 
 
 SCRIPTS = {"serve": '{"text": "no list"}', "ask": "[" * 100_000}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -13,11 +14,13 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from support import ACTOR, attempt_on, renew_attempt, run_of
+from support import ACTOR, attempt_on, eventually, renew_attempt, run_of
 
 from sovereign_agent import assistant_service, cli, fencing, relay
 from sovereign_agent.clock import ManualClock
+from sovereign_agent.commands import simulate as simulate_verb
 from sovereign_agent.database import LEDGER_NAME, Connection, Database, Transaction
 from sovereign_agent.errors import Contention, LedgerUnavailable
 from sovereign_agent.storage import sqlite
@@ -28,7 +31,7 @@ from sovereign_agent.testing.invariants import violations
 from sovereign_agent.testing.simulation import World, play, replay_line, shrunk
 
 SEEDS = 50
-STORY_SEED, STORY_STEPS = 11, 500
+STORY_SEED, STORY_STEPS = 22, 500
 STEPS = range(simulation.STEPS)
 MANY = 200
 """So many seeds may pass before a clause that is gone is noticed."""
@@ -46,14 +49,28 @@ def test_every_seed_keeps_every_promise_and_everything_that_can_happen_has_happe
     assert (report.seeds, report.steps) == (SEEDS, SEEDS * simulation.STEPS)
 
 
-def test_a_fault_that_never_struck_and_an_act_that_never_succeeded_fail_the_run(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(("whole", "code", "verdict"), [(1, 1, "It does not hold."), (2, 0, "No promise was broken.")])
+def test_a_fault_that_never_struck_and_an_act_that_never_succeeded_are_named_and_fail_a_run_of_all_histories(
+    whole: int, code: int, verdict: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main(["simulate", "--scenario", "last delivery", "--faults", "0", "--seeds", "1"]) == 1
+    monkeypatch.setattr(simulate_verb, "SEEDS", whole)
+    assert cli.main(["simulate", "--scenario", "last delivery", "--faults", "0", "--seeds", "1"]) == code
     told = capsys.readouterr().out
     assert f"NEVER HAPPENED: {Fault.STOPPED}" in told
-    assert "NEVER HAPPENED: end_run" in told
-    assert told.endswith("and 1 histories. It does not hold.\n")
+    assert "NEVER HAPPENED: mend" in told
+    assert told.endswith(f" schedules and 1 history. {verdict}\n")
+
+
+def test_who_asks_for_histories_gets_no_orders_and_a_lie_in_one_fails_the_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["simulate", "--seeds", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["interleavings"], told["histories"]["seeds"], told["good"]) == ([], 2, True)
+    monkeypatch.setattr(simulation, "run", lambda *_, **__: simulation.Report(seeds=2, failures={0: ["a lie"]}))
+    monkeypatch.setattr(simulation, "shortest_replay", lambda *_, **__: "")
+    assert cli.main(["simulate", "--seeds", "2"]) == 1
+    assert capsys.readouterr().out.endswith("\n2 histories. It does not hold.\n")
 
 
 def test_the_same_seed_is_the_same_history_in_another_process_too(template: Path) -> None:
@@ -61,6 +78,38 @@ def test_the_same_seed_is_the_same_history_in_another_process_too(template: Path
     told: dict[str, Any] = json.loads(ended.stdout)
     assert told["trace"] == play(template, 3, STEPS)[1]
     assert len(told["trace"]) > len(STEPS) / 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("playing", "begun"),
+    [
+        ("--seeds 0", "*/sovereign-simulate-*"),
+        ("--scenario restore", "*/sovereign-simulate-*"),
+        ("--scenario lease --faults 0 --seeds 900", "*/*/seed-*"),
+    ],
+)
+def test_a_simulation_that_is_ended_leaves_neither_a_folder_nor_a_process(
+    playing: str, begun: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    argv = simulate("--root", str(tmp_path), *playing.split())
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    crew = list[psutil.Process]()
+    try:
+        eventually(lambda: list(tmp_path.glob(begun)), within=60)
+        crew += psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        eventually(lambda: process.poll() is not None)
+        assert (
+            process.returncode == 130
+        )  # before its last words: who was ended by the signal has left its crew the pipe
+        assert process.communicate()[1].splitlines()[0] == "Interrupted."
+        assert list(tmp_path.iterdir()) == []
+        assert psutil.wait_procs(crew, timeout=20)[1] == []
+    finally:
+        for each in (process, *crew):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 def simulate(*options: str) -> list[str]:
@@ -123,6 +172,13 @@ REVERTED = [
     ("WHERE id = ? AND generation = ? AND owner = ? AND", "WHERE id = ? AND ? IS NOT NULL AND ? IS NOT NULL AND"),
     ("FROM assistant_work WHERE status = 'RUNNING' AND expires_at <= ?\n", "FROM assistant_work WHERE ? IS NOT NULL\n"),
     ("SELECT epoch, paused FROM assistant_control", "SELECT epoch, 0 AS paused FROM assistant_control"),
+    ("FROM unsettled_effects WHERE of_older_epoch = 1", "FROM unsettled_effects WHERE of_older_epoch = 2"),
+    ("SELECT * FROM effects ORDER BY seq", "SELECT * FROM effects WHERE 1 = 0 ORDER BY seq"),
+    ("DELETE FROM unsettled_effects WHERE effect_seq = ?", "DELETE FROM unsettled_effects WHERE effect_seq < ?"),
+    (
+        "INSERT INTO unsettled_effects (effect_seq, of_older_epoch) VALUES (?, 0)",
+        "UPDATE messages SET seq = ? WHERE 1 = 0",
+    ),
 ]
 """Clauses of the fence, each with what is left when it is gone."""
 
@@ -187,7 +243,7 @@ def story(template: Path) -> Iterator[Connection]:
     world.close()
 
 
-def found_after(connection: Connection, *statements: str) -> list[str]:
+def found_after(connection: Connection, *statements: str, outside: dict[str, int] | None = None) -> list[str]:
     """What the checker says of a ledger into which `statements` have put a lie; it is taken out again."""
     seen = [""]
     connection.execute("PRAGMA foreign_keys = OFF")
@@ -197,7 +253,7 @@ def found_after(connection: Connection, *statements: str) -> list[str]:
         connection.execute("PRAGMA ignore_check_constraints = ON")
         for statement in statements:
             assert connection.execute(statement).rowcount > 0, f"nothing was planted by {statement}"
-        seen = breaches(connection, at_rest=True)
+        seen = breaches(connection, at_rest=True, outside=outside)
         raise UndoError
     return seen
 
@@ -320,6 +376,21 @@ PLANTS = {
             f" (SELECT parent_id FROM assistant_delegations WHERE {CHILD_WITH_LINES}) WHERE seq = 1"
         ),
     ],
+    "Act .+, when its holder was": [
+        "UPDATE authority_diary SET token = token + 1 WHERE kind = 'act'",
+    ],
+    "Act .+, and its claim lasted until": [
+        "UPDATE authority_diary SET at = at * 2 WHERE kind = 'act'",
+    ],
+    "Act .+, under a pause": [
+        "UPDATE events SET kind = 'authority.paused' WHERE kind LIKE '%.resumed'",
+    ],
+    "Act .+, in an epoch that was over": [
+        "UPDATE authority_diary SET kind = 'carried' WHERE kind = 'act'",
+    ],
+    "Act .+, when nobody had spoken of .+, of an older epoch": [
+        "DELETE FROM authority_diary WHERE kind = 'word'",
+    ],
     "was begun on lease token .+ when its actor was": [
         "UPDATE authority_diary SET holder = 'proc_x' WHERE kind = 'lease' AND holder IS NOT NULL",
         "UPDATE authority_diary SET until = at WHERE kind = 'lease' AND holder IS NOT NULL",
@@ -342,6 +413,26 @@ def test_a_history_without_a_lie_is_not_blamed(story: Connection) -> None:
 def test_a_planted_lie_is_named(sentence: str, story: Connection) -> None:
     for statement in PLANTS[sentence]:
         assert [each for each in found_after(story, statement) if re.search(sentence, each)], statement
+
+
+DONE = "operation_id IN (SELECT operation_id FROM effect_ends WHERE outcome = 'done')"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "times", "statements"),
+    [
+        ("was done 2 times", 2, []),
+        ("was done, and the ledger does not know of it", 1, ["DELETE FROM effects"]),
+        ("ended done, says the ledger, and outside it did not", 0, []),
+        ("ended none, says the ledger, and outside it did not", 1, ["UPDATE effect_ends SET outcome = 'none'"]),
+    ],
+)
+def test_a_ledger_that_does_not_agree_with_the_world_outside_is_named(
+    sentence: str, times: int, statements: list[str], story: Connection
+) -> None:
+    (done,) = story.execute(f"SELECT min(operation_id) FROM effects WHERE {DONE}").rows[0]
+    assert f"Act {done} {sentence}." in found_after(story, *statements, outside={done: times})
+    assert not [each for each in found_after(story, outside={done: 1}) if done in each]
 
 
 def test_no_promise_of_the_checker_is_without_a_plant(story: Connection) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import shutil
 import tempfile
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -300,12 +302,20 @@ UNFINISHED = {
     "a bomb": ("return len(bytearray(2**33))", "did not do its work: MemoryError"),
     "a flood": ("while True: print('x' * 999)", "It printed or reported more than 65536 bytes."),
     "a flood of complaints": ("import sys\n    while True: sys.stderr.write('x' * 999)", "It printed or reported more"),
-    "a fork": ("import os; os.fork()", "may not start or end processes, and it tried os.fork"),
+    "a fork unlocked": (
+        "import os; sys = __import__('sys'); sys.modules['__main__'].STARTING = ('',); os.fork()",
+        "may not start or end processes, and it tried os.fork",
+    ),
     "a caught fork": (CAUGHT_FORK, "may not start or end processes, and it tried os.fork"),
     "a program": ("import subprocess; subprocess.run(['true'])", "and it tried subprocess.Popen"),
     "a shot at its driver": ("import os; os.kill(os.getppid(), 9)", "and it tried os.kill"),
     "a printed report": (f"print({FORGED!r}, flush=True)", "did not do its work: "),
     "a report to whoever listens": (REPORT_TO_WHOEVER_LISTENS, "The worker's process ended by itself, with exit "),
+    "a tower for an answer": (
+        "import os, sys; os.write(int(sys.argv[4]), b'[' * 9_999 + b'\\n')",
+        "The worker's process ended by itself, with exit status 1, before it answered.",
+    ),
+    "a long refusal": ("raise PermissionError('\\N{SNOWMAN}' * 99_999)", "before: "),
     "a refusal said and not done": (SAID_AND_NOT_DONE, "The worker wrote to the transcript after its last answer."),
 }
 
@@ -320,7 +330,19 @@ def test_whatever_a_function_does_instead_needs_work_in_words(task, body, reason
     assert len(result["stderr"]) <= 65_536
 
 
-@pytest.mark.parametrize("body", ["while True: pass", "import time; time.sleep(60)"])
+AWAY = """
+    import os, signal, time
+    signal.alarm(0)
+    for leave in (os.setsid, lambda: os.setpgid(0, 0), lambda: os.setpgid(0, os.getpgid(os.getppid()))):
+        try:
+            leave()
+        except PermissionError:
+            pass
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("body", ["while True: pass", AWAY], ids=["busy", "in a session of its own"])
 def test_a_function_that_does_not_end_is_ended(harness, task, monkeypatch, body):
     monkeypatch.setattr(harness, "SECONDS", 2)
     begun = time.monotonic()
@@ -352,6 +374,95 @@ def test_a_source_that_is_not_the_one_function_needs_work_in_words(task, source,
     result = judged(task, source)
     assert result["status"] == "NEEDS_WORK"
     assert reason in result["reason"]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_how_an_editor_marks_a_file_and_ends_its_lines_does_not_matter(task, end):
+    task.install(f"\ufeff{task.fragment}\n".replace("\n", end))
+    assert task.source == task.fragment
+
+
+def with_a_line(line):
+    """A function that passes the visible probe, and does something else besides."""
+    return ONLY_THE_VISIBLE_CASE.replace(
+        HEAD, f"{HEAD}    import atexit, os, pathlib, shutil, sys, tempfile\n    {line}\n"
+    )
+
+
+def test_a_worker_that_ends_badly_after_its_last_answer_needs_work(task):
+    result = judged(task, with_a_line("atexit.register(os._exit, 3)"))
+    assert (result["status"], result["observation"], result["exit_status"]) == ("NEEDS_WORK", BASELINE, 3)
+    assert result["reason"] == "The worker's process ended by itself, with exit status 3, after its last answer."
+
+
+SPOILED = {
+    "deep": "os.chdir(tempfile.mkdtemp(dir=sys.argv[3])); [(os.mkdir('d'), os.chdir('d')) for _ in range(2_500)]",
+    "closed": "[os.chmod(folder, 0) for folder in (sys.argv[3] + '/shop', sys.argv[3])]",
+    "gone": "shutil.rmtree(pathlib.Path(sys.argv[3]).parent, ignore_errors=True)",
+    "a link": "at = pathlib.Path(sys.argv[3]).parent; shutil.rmtree(at); at.symlink_to(os.environ['HOME'])",
+}
+
+
+@pytest.mark.parametrize("line", SPOILED.values(), ids=SPOILED)
+def test_a_scratch_folder_goes_whatever_becomes_of_it(task, scratch, tmp_path, monkeypatch, line):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "kept").touch(mode=0o400)
+    monkeypatch.setenv("HOME", str(victim))
+    assert judged(task, with_a_line(line))["status"] in {"PASS", "NEEDS_WORK"}
+    assert list(scratch.iterdir()) == []
+    assert (victim / "kept").stat().st_mode & 0o777 == 0o400
+
+
+PLANTING = """for side in ('original', 'learner'):
+        src = pathlib.Path(sys.argv[3], side, 'src')
+        for file in [*src.rglob('*.py'), src / 'colorsys.py']:
+            file.write_text('print("TAKEN", flush=True)')"""
+IMPORTING_LATE = """
+def probe(lab):
+    first(lab)
+    import colorsys
+    from sovereign_agent import tool_dispatch
+    return [colorsys.rgb_to_hsv(0, 0, 0)[0], tool_dispatch.__name__]
+"""
+
+
+def test_what_a_function_writes_into_the_copy_is_nothing_that_its_judge_imports(task):
+    task.install(with_a_line(PLANTING))
+    probe = task.spec["probe"].replace("def probe(", "def first(") + IMPORTING_LATE
+    result = task.transfer("LATE", probe, {})
+    assert (result["status"], result["stdout"]) == ("NEEDS_WORK", "")
+    assert result["reason"].startswith("The probe itself failed: ImportError: cannot import name 'tool_dispatch'")
+    early = task.transfer("EARLY", f"from sovereign_agent import tool_dispatch\n{probe}", {})
+    assert early["observation"] == [0.0, "sovereign_agent.tool_dispatch"]
+
+
+def test_packages_are_found_where_pythonpath_says_and_stand_in_for_nothing(reference, tmp_path, monkeypatch):
+    (tmp_path / "another/sovereign_agent").mkdir(parents=True)
+    (tmp_path / "packages").mkdir()
+    for name in ("another/needed", "packages/resource", "packages/colorsys"):
+        (tmp_path / f"{name}.py").write_text("print('TAKEN', flush=True)\n")
+    (tmp_path / "packages/needed.py").write_text("there = 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"another{os.pathsep}packages{os.pathsep}")
+    result = reference.transfer("PACKAGES", "import colorsys, needed\ndef probe(lab):\n    return needed.there\n", {})
+    assert (result["observation"], result["stdout"], result["stderr"]) == (1, "", "")
+
+
+def test_two_tasks_at_once_do_not_know_of_one_another(harness):
+    def run(source):
+        with harness.SourceTask(ROOT, 10) as task:
+            return judged(task, source)["status"]
+
+    sources = [ONLY_THE_VISIBLE_CASE, f"{HEAD}    return _at(connection, now)\n"]
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(run, sources)) == ["PASS", "NEEDS_WORK"]
+
+
+def test_a_machine_that_has_no_room_is_named(reference, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(ValueError, match=r"Nothing was run: .*No such file or directory: .*TMPDIR says where"):
+        reference.visible("NOWHERE")
 
 
 def test_what_a_function_prints_is_kept_and_changes_nothing(task, monkeypatch):
@@ -390,6 +501,11 @@ PROBES = {
     "no JSON": ("def probe(lab):\n    return {'rows': {1}}\n", "NEEDS_WORK", "The probe itself failed: TypeError: "),
     "too much": ("def probe(lab):\n    return 'x' * 99_999\n", "NEEDS_WORK", "It printed or reported more than"),
     "a report of its own": (FORGING_PROBE, "NEEDS_WORK", "It ended without a report."),
+    "a tower for a report": (
+        "import os, sys\ndef probe(lab):\n    os.write(int(sys.argv[4]), b'[' * 60_000)\n    os._exit(0)\n",
+        "NEEDS_WORK",
+        "It ended without a report.",
+    ),
     "an end": ("import os\ndef probe(lab):\n    os._exit(3)\n", "NEEDS_WORK", "It ended without a report."),
 }
 
@@ -456,6 +572,7 @@ SPOILT = {
     "too large": (lambda path: path.write_text(path.read_text() + " " * 1_000_000), "is larger than 1000000 bytes"),
     "a list": (lambda path: path.write_text("[]"), "must be an object with chapter, "),
     "a field more": (altered(verdict="PASS"), "must be an object with chapter, "),
+    "a name twice": (lambda path: path.write_text('{"schema": 0,' + path.read_text()[1:]), "a name is there twice"),
     "another schema": (altered(schema="v0"), 'is of another edition: its schema is "v0"'),
     "another chapter": (altered(chapter=11), "is of another edition: its chapter is 11"),
     "another runtime": (altered(runtime_sha256="0" * 64), "is of another edition: its runtime_sha256 is"),
@@ -511,8 +628,20 @@ def test_a_save_that_fails_leaves_what_was_there(reference, saved, monkeypatch):
     assert saved.read_bytes() == before
     assert [path.name for path in saved.parent.iterdir() if path.is_file()] == [saved.name]
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="was not written: No such file or directory"):
-        reference.save(saved.parent / "not" / "there.json", result)
+    os.mkfifo(saved.parent / "pipe")
+    (saved.parent / "link").symlink_to(saved)
+    places = {"no/folder": "No such file", f"{saved.name}/x": "Not a directory", "x" * 300: "File name too long"}
+    for place, why in (places | dict.fromkeys(["", "pipe", "link"], "no regular file is there")).items():
+        with pytest.raises(ValueError, match=f"was not written: {why}"):
+            reference.save(saved.parent / place, result)
+    assert saved.read_bytes() == before
+
+
+def test_a_handoff_that_somebody_made_is_taken_and_passes_nothing(task, saved):
+    source = f"{HEAD}    return _at(connection, now)\n"
+    altered(source=source, implementation_sha256=hashlib.sha256(source.encode()).hexdigest())(saved)
+    assert task.load(saved)["source"] == source
+    assert task.visible("MADE")["status"] == "NEEDS_WORK"
 
 
 # --- the scratch copy of a notebook -----------------------------------------------------------------------

@@ -41,9 +41,9 @@ from support import (
     works,
 )
 
-from sovereign_agent import fencing, journal, organization, outcomes, relay, runs, supervisor, workspace
+from sovereign_agent import fencing, journal, liveness, organization, outcomes, relay, runs, supervisor, workspace
 from sovereign_agent.clock import ManualClock, micros
-from sovereign_agent.errors import Contention, LedgerUnavailable, SchemaMismatch
+from sovereign_agent.errors import ConfigurationFault, Contention, LedgerUnavailable, SchemaMismatch, SovereignError
 from sovereign_agent.fencing import ACTOR_LEASE_TTL, EXECUTION_ATTEMPT_TTL
 from sovereign_agent.organization import Organization
 from sovereign_agent.records import Assignment, ExecutionAttempt
@@ -208,6 +208,18 @@ def test_tick_sweeps_expired_claims_of_every_recipient(org: Organization) -> Non
     assert {relay.get_message(org.db, message_id).state for message_id in lost} == {"NEW"}
     assert relay.get_message(org.db, held.id) == held
     assert tick(org).swept_mailbox_claims == ()
+
+
+def test_tick_tells_a_message_that_can_be_claimed_again_from_one_that_is_dead(org: Organization) -> None:
+    clock = ManualClock(org.db.now())
+    back, dead = [relay.send(org.db, "master-course", OPERATOR, "s", "b", clock=clock).id for _ in range(2)]
+    for message_id in (back, *[dead] * relay.MAX_DELIVERIES):
+        relay.claim(org.db, message_id, OPERATOR, clock=clock)
+        clock.advance(relay.CLAIM_TTL)
+    report = tick(org, clock)
+    assert (report.swept_mailbox_claims, report.dead_messages) == ((back,), (dead,))
+    assert [message.id for message in relay.dead_letters(org.db.connection, OPERATOR)] == [dead]
+    assert relay.dead_letters(org.db.connection, "master-course") == []
 
 
 def test_tick_reports_sweeps_recovers_and_tidies_up_in_this_order(
@@ -628,6 +640,36 @@ def test_more_impossible_rows_than_a_batch_holds_do_not_stand_in_front_of_the_ot
     assert len(report.problems) == supervisor.RECOVERY_BATCH + 5
 
 
+def test_every_page_of_folders_is_dealt_with_and_counted(org: Organization, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "RECOVERY_BATCH", 2)
+    mass(org, 5)
+    assert tick(org, FAR).folders_dealt_with == 5
+    assert tick(org, FAR).folders_dealt_with == 0
+    assert_disk_follows_the_ledger(org)
+
+
+def test_an_attempt_that_ended_without_a_receipt_is_named_by_each_tick(
+    org: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, attempt = abandoned(org)
+    monkeypatch.setattr(journal, "receipt_of_attempt", lambda *_: None)
+    for _ in range(2):
+        report = tick(org, FAR)
+        assert report.problems == (f"Attempt {attempt.id} has ended without a receipt.",)
+        assert report.folders_dealt_with == 0
+
+
+def test_a_folder_that_somebody_else_is_at_is_no_problem_and_left_to_a_later_tick(
+    org: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandoned(org)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(runs, "apply_workspace_policy", lambda *_: workspace.Reclaim("busy", ("at work",)))
+        report = tick(org, FAR)
+        assert (report.problems, report.folders_dealt_with) == ((), 0)
+    assert tick(org, FAR).folders_dealt_with == 1
+
+
 def test_an_unknown_workspace_policy_in_a_row_is_reported_and_stops_nobody_else(org: Organization) -> None:
     spoiled, attempt = abandoned(org)
     other, _ = abandoned(org)
@@ -1041,6 +1083,43 @@ def test_once_a_busy_ledger_is_said_to_be_busy(org: Organization, monkeypatch: p
     monkeypatch.setattr(supervisor, "tick", busy)
     with pytest.raises(Contention):
         supervisor.run(org, once=True)
+
+
+@pytest.mark.parametrize("trouble", [Contention, LedgerUnavailable])
+@pytest.mark.parametrize(
+    ("room", "step"),
+    [
+        (relay, "sweep_expired_claims"),
+        (runs, "was_asked_to_stop"),
+        (fencing, "end_attempt"),
+        (journal, "receipt_of_attempt"),
+    ],
+    ids=["sweep", "evidence", "recovery", "folder"],
+)
+def test_a_ledger_that_is_busy_or_gone_ends_a_tick_and_is_no_problem_of_a_row(
+    org: Organization, monkeypatch: pytest.MonkeyPatch, room: Any, step: str, trouble: type[SovereignError]
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise trouble("The ledger does not answer.")
+
+    assignment, _ = abandoned(org)
+    with monkeypatch.context() as while_it_lasts, pytest.raises(trouble):
+        while_it_lasts.setattr(room, step, fails)
+        tick(org, FAR)
+    tick(org, FAR)
+    assert ledger_facts(org.db, assignment.id)["attempts"] == ["RECOVERED"]
+    assert_disk_follows_the_ledger(org)
+
+
+def test_no_want_of_evidence_keeps_a_recovery_waiting(org: Organization, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Any) -> None:
+        raise ConfigurationFault("Nobody can say.")
+
+    assignment, _ = abandoned(org)
+    monkeypatch.setattr(liveness, "look", fails)
+    assert answer(tick, org, FAR) == "done"
+    (receipt,) = journal.receipts_of(org.db.connection, assignment.id)
+    assert receipt.detail["evidence"] == {"cause": "unknown", "fault": "ConfigurationFault"}
 
 
 def test_a_keyboard_interrupt_that_no_signal_brought_ends_the_loop_and_leaves_the_handlers_as_they_were(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
@@ -273,6 +273,24 @@ def test_a_handler_that_fails_after_the_gate_may_have_acted():
     assert (answer.code, answer.effect, answer.authority_lost) == ("tool_failed", Effect.UNKNOWN, False)
     assert "ZeroDivisionError" in answer.detail
     assert "Zero" not in answer.content
+
+
+def leave(_: object) -> None:
+    raise SystemExit(3)
+
+
+def interrupt(_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_tool_that_exits_has_failed_and_an_interrupt_is_none_of_its_answers():
+    told = []
+    with suppress(SystemExit):
+        answer = Counter(handler=leave).invoke(GOOD)
+        told.append((answer.code, answer.effect, answer.detail))
+    assert told == [("tool_failed", Effect.UNKNOWN, "SystemExit: 3")]
+    with pytest.raises(KeyboardInterrupt):
+        Counter(handler=interrupt).invoke(GOOD)
 
 
 def test_a_file_that_may_not_be_opened_is_no_loss_of_authority():

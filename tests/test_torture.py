@@ -18,16 +18,17 @@ import pytest
 from conftest import ENGINES, Location, Server
 from support import answer, child, eventually, new_assignment, receipt_for, traces
 
-from sovereign_agent import assistant_work, fencing, organization, relay, supervisor
+from sovereign_agent import assistant_work, effects, fencing, organization, relay, supervisor
 from sovereign_agent.clock import ManualClock, moment
 from sovereign_agent.database import Connection, Database
 from sovereign_agent.errors import AuthorityLost
 from sovereign_agent.organization import Organization
 from sovereign_agent.providers.base import Envelope, Proposal
-from sovereign_agent.records import AttemptStatus, ReceiptStatus, Role
+from sovereign_agent.records import AttemptStatus, Claim, ReceiptStatus, Role
 from sovereign_agent.testing.crash_points import Doom, DoomedDatabase, Hardship, hardships, points
 from sovereign_agent.testing.figures import Lifetime, measured
-from sovereign_agent.testing.invariants import PROMISES, violations
+from sovereign_agent.testing.invariants import violations
+from sovereign_agent.testing.promises import PROMISES
 from sovereign_agent.testing.workload import Witness
 
 OPERATOR, MASTER, PRINCIPAL = "operator-course", "master-course", "principal-human"
@@ -133,6 +134,17 @@ class Story:
         relay.claim(db, claimed.id, OPERATOR)
         assert relay.get_message(db, new.id).deliveries == 0
 
+    def every_act(self) -> None:
+        claim = Claim("work_1", "session", "Order tea.", 1, "worker", "epoch_over", "", "shop")
+        for act, seen in {"unseen": "", "seen": "done", "in vain": "none", "spoken of": "unknown"}.items():
+            with self.org.db.immediate() as connection:
+                effects.intend(connection, act, claim, tool="order", arguments="{}", at=1)
+                if seen:
+                    effects.settle(connection, act, seen, at=2)
+        effects.reconcile(self.org.db, "spoken of", "done", actor=PRINCIPAL, reason="asked")
+        with self.org.db.immediate() as connection:
+            effects.doubt_all(connection)
+
     def still_running(self) -> None:
         assignment = self.org.assign(self.sow(self.outcome()), OPERATOR, MASTER)
         lease = fencing.acquire_actor_lease(self.org.db, OPERATOR, "proc_busy")
@@ -147,6 +159,7 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         url = server.fresh_url()
     with pytest.MonkeyPatch.context() as monkeypatch:
         told = Story(tmp_path_factory.mktemp("story"), url, monkeypatch)
+        told.every_act()
         told.accepted()
         told.every_way_to_end()
         told.every_message()
@@ -300,6 +313,25 @@ BREACHES: dict[str, list[str]] = {
     "evidence of an effect is of completed work": [
         "UPDATE evidence SET assignment_id = (SELECT id FROM assignments WHERE state = 'RUNNING')",
         "UPDATE evidence SET sow_id = (SELECT id FROM sows WHERE state = 'RUNNING')",
+    ],
+    "an act whose end nobody knows waits for a person's word": [
+        "DELETE FROM unsettled_effects",
+    ],
+    "what left in an older epoch waits for a person's word, too, and nothing else holds all others back": [
+        "DELETE FROM unsettled_effects",
+        "UPDATE unsettled_effects SET of_older_epoch = 0",
+        "UPDATE assistant_control SET epoch = (SELECT min(epoch) FROM effects)",
+    ],
+    "nobody is asked for what is known": [
+        "INSERT INTO unsettled_effects SELECT seq, 0 FROM effects WHERE operation_id = 'in vain'",
+        "INSERT INTO unsettled_effects SELECT seq, 1 FROM effects WHERE operation_id = 'spoken of'",
+        "UPDATE unsettled_effects SET of_older_epoch = 0",
+    ],
+    "an act ends once for its worker": [
+        (
+            "INSERT INTO effect_ends (operation_id, outcome, actor, reason, created_at)"
+            " SELECT operation_id, outcome, actor, reason, created_at FROM effect_ends"
+        ),
     ],
     "an open outcome is what its work makes it": [
         "UPDATE outcomes SET state = 'READY' WHERE state = 'AT_RISK'",

@@ -360,7 +360,9 @@ class _Run:
         if len(text.encode()) > MOST_TEXT_BYTES:
             return _End(LoopStatus.MODEL_FAILED, "reply_too_large")
         if not turn.calls and not text.strip():
-            return _End(LoopStatus.TOKEN_LIMIT if cut else LoopStatus.EMPTY_REPLY)
+            return _End(
+                LoopStatus.TOKEN_LIMIT if cut else LoopStatus.EMPTY_REPLY, detail=f"No call and no text: {turn}"
+            )
         calls = [_named(call, len(self.seen) + place) for place, call in enumerate(turn.calls)]
         ids = {call.id for call in calls}
         if len(ids) < len(calls) or ids & self.seen:

@@ -98,7 +98,7 @@ def assert_current(connection: Connection, claim: Claim, now: Now = None) -> int
 
 def _delegation(connection: Connection, child_id: str) -> Row | None:
     """What a child stands on, its parent's row locked after the control row; None for an item that nobody delegated."""
-    connection.execute("SELECT 1 FROM assistant_control <for share>")
+    connection.lock("SELECT 1 FROM assistant_control <for share>")
     return connection.execute(
         """
         SELECT d.deadline, parent.status AS parent_status
@@ -137,6 +137,7 @@ class Extras(TypedDict, total=False):
 
 
 _EXTRAS = Extras.__annotations__.keys()
+_SAID = f"What can be said of an item besides is {sorted(_EXTRAS)}."
 
 
 def enqueue(db: Database, origin: str, session: str, prompt: str, **extras: Unpack[Extras]) -> str:
@@ -159,8 +160,8 @@ def enqueue_work(connection: Connection, batch: Sequence[tuple[str, str, str]], 
     at = _at(connection, extras.get("now"))
     delay, retries = extras.get("available_after", 0), extras.get("retries", 0)
     common = (extras.get("role", SHOP), extras.get("subject", ""), extras.get("control", False))
-    _require(len(batch) <= MAX_BATCH, f"A batch has at most {MAX_BATCH} items.")
-    _require(extras.keys() <= _EXTRAS, f"What can be said of an item besides is {sorted(_EXTRAS)}.")
+    _require(len(batch) <= MAX_BATCH, "A batch has at most {} items.", MAX_BATCH)
+    _require(extras.keys() <= _EXTRAS, _SAID)
     sound = retries >= 0 and all(prompt for _, _, prompt in batch)
     _require(sound, "An item has a prompt, and no fewer than 0 retries.")
     _require_names(common[0], common[1] or SHOP, *[name for origin, session, _ in batch for name in (origin, session)])
@@ -222,8 +223,8 @@ def claim_many(
 ) -> list[Claim]:
     """`claim` up to `limit` items, each of another session."""
     _require_names(owner)
-    _require(0 < ttl <= MAX_TTL_SECONDS, f"A claim is for at most {MAX_TTL_SECONDS} seconds.")
-    _require(0 < limit <= MAX_BATCH, f"One may claim 1 to {MAX_BATCH} items at once.")
+    _require(0 < ttl <= MAX_TTL_SECONDS, "A claim is for at most {} seconds.", MAX_TTL_SECONDS)
+    _require(0 < limit <= MAX_BATCH, "One may claim 1 to {} items at once.", MAX_BATCH)
 
     def act(connection: Connection) -> list[Claim]:
         epoch, told = admit(connection)
@@ -342,11 +343,14 @@ def observe(db: Database, claim: Claim, message: dict[str, Any], *, now: Now = N
 
 def observe_work(connection: Connection, claim: Claim, message: dict[str, Any], *, now: Now = None) -> int:
     """`observe` inside the caller's transaction."""
-    text = _message(message)
-    at = assert_current(connection, claim, now)
+    return append_line(connection, claim, message, at=assert_current(connection, claim, now))
+
+
+def append_line(connection: Connection, claim: Claim, message: dict[str, Any], *, at: int) -> int:
+    """`observe_work` where `assert_current` has answered `at` in this very transaction."""
     added = connection.execute(
         "INSERT INTO assistant_transcript (work_id, generation, message, created_at) VALUES (?, ?, ?, ?) RETURNING seq",
-        (claim.id, claim.generation, text, at),
+        (claim.id, claim.generation, _message(message), at),
     )
     return int(added.rows[0]["seq"])
 
@@ -356,7 +360,7 @@ def renew(db: Database, claim: Claim, ttl: float = TTL_SECONDS, *, now: Now = No
 
     Raises AuthorityLost. A worker that cannot renew in time must take its claim for lost.
     """
-    _require(0 < ttl <= MAX_TTL_SECONDS, f"A claim is for at most {MAX_TTL_SECONDS} seconds.")
+    _require(0 < ttl <= MAX_TTL_SECONDS, "A claim is for at most {} seconds.", MAX_TTL_SECONDS)
     with db.transaction() as connection:
         at = assert_current(connection, claim, now)
         delegation = _delegation(connection, claim.id) if claim.role == RESEARCH else None
@@ -373,7 +377,7 @@ def finish(db: Database, claim: Claim, status: str, result: str = "", *, now: No
 
 def finish_work(connection: Connection, claim: Claim, status: str, result: str = "", *, now: Now = None) -> int:
     """`finish` inside the caller's transaction; returns the time it was judged by, in microseconds."""
-    _require(status in FINAL, f"An item ends as one of {FINAL}.")
+    _require(status in FINAL, "An item ends as one of {}.", FINAL)
     _require_texts(result)
     at = assert_current(connection, claim, now)
     _settle(connection, claim.id, status.lower(), at, claim.owner, result=result)
@@ -384,7 +388,7 @@ def finish_and_claim(
     db: Database, claim: Claim, status: str, result: str = "", *, ttl: float = TTL_SECONDS, now: Now = None
 ) -> Claim | None:
     """`finish`, and `claim` the next item for the same owner and role, in one commit."""
-    _require(0 < ttl <= MAX_TTL_SECONDS, f"A claim is for at most {MAX_TTL_SECONDS} seconds.")
+    _require(0 < ttl <= MAX_TTL_SECONDS, "A claim is for at most {} seconds.", MAX_TTL_SECONDS)
 
     def act(connection: Connection) -> list[Claim]:
         at = finish_work(connection, claim, status, result, now=now)  # by which the epoch was admitted as well
@@ -453,7 +457,7 @@ def cancel(db: Database, work_id: str, *, actor: str = "", now: Now = None) -> N
     Raises Refusal (``work_missing``), IllegalMove when it is finished.
     """
     with db.transaction() as connection:
-        connection.execute("SELECT 1 FROM assistant_work WHERE id = ? <for update>", (work_id,))
+        connection.lock("SELECT 1 FROM assistant_work WHERE id = ? <for update>", (work_id,))
         item = get_work(connection, work_id)
         if item["status"] in FINAL:
             raise IllegalMove(f"{work_id} was not canceled.", category="illegal_move", why=f"It is {item['status']}.")
@@ -584,16 +588,17 @@ def _message(message: dict[str, Any]) -> str:
 
 def _require_names(*names: str) -> None:
     good = all(0 < len(name) <= MAX_NAME_CHARACTERS for name in names)
-    _require(good, f"A name has 1 to {MAX_NAME_CHARACTERS} characters.")
+    _require(good, "A name has 1 to {} characters.", MAX_NAME_CHARACTERS)
 
 
 def _require_texts(*texts: str) -> None:
-    _require(all(len(text) <= MAX_TEXT_CHARACTERS for text in texts), f"At most {MAX_TEXT_CHARACTERS} characters.")
+    good = all(len(text) <= MAX_TEXT_CHARACTERS for text in texts)
+    _require(good, "At most {} characters.", MAX_TEXT_CHARACTERS)
 
 
-def _require(holds: bool, why: str) -> None:  # noqa: FBT001
+def _require(holds: bool, why: str, bound: object = None) -> None:  # noqa: FBT001
     if not holds:
-        raise IllegalMove("That is outside the bounds of the queue.", category="out_of_bounds", why=why)
+        raise IllegalMove("That is outside the bounds of the queue.", category="out_of_bounds", why=why.format(bound))
 
 
 def _at(connection: Connection, now: Now, told: int | None = None) -> int:
@@ -608,5 +613,5 @@ def _later(at: int, seconds: float) -> int:
 
 
 def _micros(seconds: float) -> int:
-    _require(0 <= seconds <= LAST_MICROS / 1_000_000, "A time is in seconds since 1970, and a delay is not negative.")
+    _require(0 <= seconds < LAST_MICROS / 1_000_000, "A time is in seconds since 1970, and a delay is not negative.")
     return round(seconds * 1_000_000)  # NaN did not pass

@@ -34,7 +34,7 @@ def moment(stored: int) -> datetime:
     A number outside the calendar, which only a hand-made row can hold, reads as the calendar's nearest end:
     one impossible row must not keep its reader from the others.
     """
-    return EPOCH + timedelta(microseconds=min(max(stored, FIRST_MICROS), LAST_MICROS))
+    return EPOCH + MICROSECOND * min(max(stored, FIRST_MICROS), LAST_MICROS)
 
 
 def monotonic() -> float:

@@ -384,7 +384,7 @@ def resolve_reference(reference: str, root: Path) -> Any:
         sys.path.append(str(root))
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigurationFault(
             f"{reference} in {FILE_NAME} leads nowhere.",
             category="unresolved_reference",
@@ -444,6 +444,8 @@ def replace_file(
 
 
 def _read(path: Path) -> str:
+    if path.is_fifo():  # to open it would be to wait for whoever writes to it
+        raise _fault(path, "", (), "it is a pipe", "put the file in its place, or correct --root")
     try:
         with path.open("rb") as file:
             content = file.read(LONGEST_BYTES + 1)

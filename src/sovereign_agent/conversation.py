@@ -167,7 +167,7 @@ def _dispatcher(tools: Iterable[ExecutableTool], fence: Fence) -> Dispatcher:
         return Dispatcher(given, allowed=[tool.name for tool in given], fence=fence)
     except SovereignError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         why = tool_dispatch.storable(f"{type(error).__name__}: {error}")
         raise IllegalMove("There are no tools to work with.", category="tools_unusable", why=why) from error
 
@@ -208,13 +208,17 @@ class _Record:
         self._judged_at = assistant_work.assert_current(connection, self.claim)
         return self.claim.generation
 
+    def _append(self, connection: Connection, message: Message) -> int:
+        """Write a line in a transaction in which `check` has passed."""
+        return assistant_work.append_line(connection, self.claim, message, at=self._judged_at)
+
     def answered(self, connection: Connection, call: ToolCall, now: Occasion, answer: Answer | None) -> None:
         """Write a fenced tool's answer, in the transaction of its write; of another one, that it is about to act."""
         if answer:
             message = tool_message(call.id, answer)
-            self._answered[call.id] = assistant_work.observe_work(connection, self.claim, message), message
+            self._answered[call.id] = self._append(connection, message), message
             return
-        at, asked = self._judged_at, tool_dispatch.argument_text(call.arguments)  # `check` has passed just before, here
+        at, asked = self._judged_at, tool_dispatch.argument_text(call.arguments)
         effects.intend(connection, now.operation_id, self.claim, tool=call.name, arguments=asked, at=at)
         self._acting[call.id] = now.operation_id
 
@@ -242,16 +246,17 @@ class _Record:
             rows = assistant_work.transcript(connection, self.claim.id, after=seq - 1, limit=1)
             if any(json.loads(line["message"]) == written for line in rows):
                 raise Contention("A tool's write was committed, and its end not heard.", category="commit_unknown")
-            assistant_work.observe_work(connection, self.claim, message)
+            self._append(connection, message)
 
     def _settle(self, operation_id: str, message: Message) -> None:
         """Write the answer of a call that was let out, and how it ended outside, together."""
         told = json.loads(message["content"])
         with self.db.transaction() as connection:
-            assistant_work.observe_work(connection, self.claim, message)
-            at = assistant_work.assert_current(connection, self.claim)
+            self.check(connection)
+            self._append(connection, message)
             with suppress(IllegalMove):  # nothing to settle: the commit of its intent failed, so it did not leave
-                effects.settle(connection, operation_id, "done" if told["ok"] else told["effect"], at=at)
+                ended = "done" if told["ok"] else told["effect"]
+                effects.settle(connection, operation_id, ended, at=self._judged_at)
 
     def explain(self, call: ToolCall, answer: Answer) -> None:
         """Keep what the model is not told."""
@@ -367,6 +372,12 @@ def _is_call(call: Any) -> bool:
             return True
         case _:
             return False
+
+
+def unanswered(connection: Connection, *, limit: int = 10) -> list[Row]:
+    """The newest items that ended BLOCKED: nobody works on them any more, and they have no answer."""
+    sql = "SELECT * FROM assistant_work WHERE status = 'BLOCKED' ORDER BY seq DESC LIMIT ?"
+    return connection.execute(sql, (limit,)).rows
 
 
 def evidence(connection: Connection, work_id: str, *, after: int = 0, limit: int = 100) -> list[Row]:

@@ -28,7 +28,7 @@ from datetime import datetime
 
 from sovereign_agent import journal
 from sovereign_agent.clock import micros
-from sovereign_agent.database import Connection, Database, Row
+from sovereign_agent.database import Connection, Database, Row, authority
 from sovereign_agent.errors import AlreadyHeld, IllegalMove, PolicyRefusal
 from sovereign_agent.records import Claim, from_row
 
@@ -47,6 +47,7 @@ class Effect:
         created_at: when it was meant to leave.
         outcome: done, none or unknown; empty while no end is recorded, which is unknown as well.
         of_older_epoch: it left before a restore or a new epoch, and holds all others back until it is reconciled.
+        held_until: until then its worker has the claim under which it acts, and may see its end; None if it is gone.
     """
 
     seq: int
@@ -60,6 +61,7 @@ class Effect:
     created_at: datetime
     outcome: str
     of_older_epoch: bool
+    held_until: datetime | None
 
 
 # --- while the work goes on -------------------------------------------------------------------------------
@@ -113,10 +115,11 @@ def unsettled(connection: Connection, *, after: int = 0, limit: int = 100) -> li
     """
     found = connection.execute(
         """
-        SELECT e.*, u.of_older_epoch, COALESCE(
+        SELECT e.*, u.of_older_epoch, w.expires_at AS held_until, COALESCE(
                  (SELECT outcome FROM effect_ends n WHERE n.operation_id = e.operation_id ORDER BY seq DESC LIMIT 1), ''
                ) AS outcome
           FROM unsettled_effects u JOIN effects e ON e.seq = u.effect_seq
+          LEFT JOIN assistant_work w ON w.id = e.work_id AND w.generation = e.generation AND w.epoch = e.epoch
          WHERE u.effect_seq > ? ORDER BY u.effect_seq LIMIT ?
         """,
         (after, limit),
@@ -128,13 +131,15 @@ def reconcile(db: Database, operation_id: str, outcome: str, *, actor: str, reas
     """Record what a person found out where the act arrived, or did not. It is final, and nothing is sent by it.
 
     Raises IllegalMove (``effect_missing``, ``effect_settled``, ``effect_outcome``, ``reason_missing``), and
-    AlreadyHeld (``effect_in_flight``) while its worker holds the claim under which it acts.
+    AlreadyHeld (``effect_in_flight``) while its worker holds the claim under which it acts; LedgerUnavailable
+    (``restore_unfinished``) while a restore stands between its steps, which would not carry the word over.
     """
     if not actor.strip() or not reason.strip():
         raise _unsettled(operation_id, "reason_missing", "It needs an actor and a reason.")
     if outcome == UNKNOWN:
         raise _unsettled(operation_id, "effect_outcome", "That it is unknown was known before.")
     with db.immediate() as connection:
+        authority.require_finished(authority.control(connection))
         known = _found(connection, operation_id)
         at = micros(connection.now())
         if not known["outcome"] and known["owner"] and known["expires_at"] > at:

@@ -130,7 +130,7 @@ def renew_actor_lease(
 
 def lock_lease(connection: Connection, actor_id: str) -> None:
     """Keep an actor's lease from changing until the caller's transaction ends. It comes before any attempt's row."""
-    connection.execute("SELECT 1 FROM actor_leases WHERE actor_id = ? <for update>", (actor_id,))
+    connection.lock("SELECT 1 FROM actor_leases WHERE actor_id = ? <for update>", (actor_id,))
 
 
 def renew_lease(
@@ -350,7 +350,7 @@ def renew_run(
 
 
 def _lock_attempt(connection: Connection, attempt_id: str) -> None:
-    connection.execute("SELECT 1 FROM execution_attempts WHERE id = ? <for update>", (attempt_id,))
+    connection.lock("SELECT 1 FROM execution_attempts WHERE id = ? <for update>", (attempt_id,))
 
 
 def _renew_attempt(

@@ -64,7 +64,7 @@ class ScriptedModel:
         place = roles[::-1].index("user") if "user" in roles else len(roles)
         place = roles[len(roles) - place :].count("assistant")
         if place >= len(self._turns):
-            raise ProviderFault(f"The script has {len(self._turns)} turns and no more.", category="script_ended")
+            raise ProviderFault(f"The script has no more turns than {len(self._turns)}.", category="script_ended")
         turn = self._turns[place]
         reply = f"call_{roles.count('assistant') + 1}"
         calls = (replace(call, id=call.id or f"{reply}_{number}") for number, call in enumerate(turn.calls, 1))

@@ -15,7 +15,7 @@ moves with a compare-and-set, never by trusting a photograph.
 from __future__ import annotations
 
 import json
-import uuid
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class Named(Protocol):
 
 def new_id(prefix: str) -> str:
     """A fresh random id, ``<prefix>_<32 hex>``: never a PID, never reused."""
-    return f"{prefix}_{uuid.uuid4().hex}"
+    return f"{prefix}_{os.urandom(16).hex()}"
 
 
 def from_row(kind: type[T], row: Named) -> T:

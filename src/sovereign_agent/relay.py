@@ -82,6 +82,12 @@ def current_claims(connection: Connection, *, limit: int = 1000) -> list[Message
     return [from_row(Message, row) for row in rows]
 
 
+def dead_letters(connection: Connection, actor_id: str, *, limit: int = 100) -> list[Message]:
+    """The newest messages to an actor that are DEAD: nobody can claim them any more."""
+    sql = "SELECT * FROM messages WHERE recipient = ? AND state = 'DEAD' ORDER BY seq DESC LIMIT ?"
+    return [from_row(Message, row) for row in connection.execute(sql, (actor_id, limit))]
+
+
 def claim(
     db: Database, message_id: str, actor_id: str, *, ttl: timedelta = CLAIM_TTL, clock: Clock | None = None
 ) -> Message:
@@ -95,9 +101,10 @@ def claim(
     (``paused``), AuthorityLost (``epoch_replaced``).
     """
     with db.transaction() as connection:
-        row = _addressed(connection, message_id, actor_id)
-        if row["claim_owner"] == actor_id and _is_own_claim(from_row(Message, row), actor_id, db.now(clock)):
-            return from_row(Message, row)
+        if _addressed(connection, message_id, actor_id)["claim_owner"] == actor_id:
+            message = _get(connection, message_id)
+            if _is_own_claim(message, actor_id, db.now(clock)):
+                return message
         token, told = admitted_token(connection)
         now = db.now(clock, told)
         taken = connection.execute(
@@ -158,12 +165,12 @@ def _settle(
         return from_row(Message, settled)
 
 
-def sweep_expired_claims(db: Database, clock: Clock | None = None, *, batch: int = 100) -> list[str]:
-    """Put every claim that has run out back to NEW, or to DEAD at its last delivery; return the messages' ids.
+def sweep_expired_claims(db: Database, clock: Clock | None = None, *, batch: int = 100) -> dict[str, MessageState]:
+    """Put every claim that has run out back to NEW, or to DEAD at its last delivery; return which became of each id.
 
     One transaction a batch. A message that was settled or claimed again in between is left alone.
     """
-    swept: list[str] = []
+    swept: dict[str, MessageState] = {}
     last = 0
     while True:
         with db.transaction() as connection:
@@ -175,13 +182,14 @@ def sweep_expired_claims(db: Database, clock: Clock | None = None, *, batch: int
                 """,
                 (micros(now), last, batch),
             ).fetchall()
-            swept += [row["id"] for row in rows if _sweep(connection, row, now)]
+            swept |= {row["id"]: state for row in rows if (state := _sweep(connection, row, now))}
         if len(rows) < batch:
             return swept
         last = rows[-1]["seq"]
 
 
-def _sweep(connection: Connection, row: Row, now: datetime) -> bool:
+def _sweep(connection: Connection, row: Row, now: datetime) -> MessageState | None:
+    """What became of one message, unless somebody else was first."""
     dead = row["deliveries"] >= MAX_DELIVERIES
     if dead:
         changed = connection.execute(
@@ -200,11 +208,12 @@ def _sweep(connection: Connection, row: Row, now: datetime) -> bool:
             """,
             (micros(now + _back_off(row["deliveries"])), row["id"], row["fencing_token"], micros(now)),
         )
-    if changed.rowcount == 1:
-        kind = "message.dead" if dead else "message.swept"
-        detail = {"deliveries": row["deliveries"], "token": row["fencing_token"]}
-        journal.record(connection, kind, row["id"], actor="", at=now, detail=detail)
-    return changed.rowcount == 1
+    if changed.rowcount != 1:
+        return None
+    kind, state = ("message.dead", MessageState.DEAD) if dead else ("message.swept", MessageState.NEW)
+    detail = {"deliveries": row["deliveries"], "token": row["fencing_token"]}
+    journal.record(connection, kind, row["id"], actor="", at=now, detail=detail)
+    return state
 
 
 def revoke_all(connection: Connection, now: datetime) -> None:
@@ -227,7 +236,8 @@ def _back_off(deliveries: int) -> timedelta:
 
 
 def _addressed(connection: Connection, message_id: str, actor_id: str) -> Row:
-    message = _row(connection, message_id)
+    row = connection.execute("SELECT recipient, claim_owner FROM messages WHERE id = ?", (message_id,)).fetchone()
+    message = there(row, "message", message_id)
     if message["recipient"] != actor_id:
         raise PolicyRefusal(
             f"Message {message_id} was not given to {actor_id}.",
@@ -270,9 +280,5 @@ def _stale(message: Message, fencing_token: int) -> AuthorityLost:
 
 
 def _get(connection: Connection, message_id: str) -> Message:
-    return from_row(Message, _row(connection, message_id))
-
-
-def _row(connection: Connection, message_id: str) -> Row:
     row = connection.execute("SELECT * FROM messages WHERE id = ?", (message_id,)).fetchone()
-    return there(row, "message", message_id)
+    return from_row(Message, there(row, "message", message_id))

@@ -372,7 +372,7 @@ def require_unparked(connection: Connection, sow_id: str, authority: AuthoritySe
         raise PolicyRefusal(
             f"{sow_id} was not assigned.",
             category="parked",
-            why=f"{len(lost)} workers were lost over it ({', '.join(lost[-3:])}), and the next may be, too.",
+            why=f"Workers lost over it: {len(lost)} ({', '.join(lost[-3:])}). The next may be, too.",
             inspect=f"sovereign-agent inspect {sow_id}",
             next_command=f"sovereign-agent ruling decide {sow_id} --decision TEXT --by ACTOR",
         )
@@ -391,7 +391,7 @@ def require_unparked_takeover(
         raise PolicyRefusal(
             f"{assignment.id} was not taken over.",
             category="parked",
-            why=f"With attempt {held.id}, {losses} workers were lost over {assignment.sow_id}. Another would be, too.",
+            why=f"With attempt {held.id}, workers lost over {assignment.sow_id}: {losses}. Another would be, too.",
             inspect=f"sovereign-agent inspect {assignment.id}",
             next_command="sovereign-agent supervisor --once, which ends it and parks the work until a ruling",
         )

@@ -35,7 +35,7 @@ from sovereign_agent.errors import Contention, LedgerUnavailable, SovereignError
 from sovereign_agent.journal import WORKER_LOST
 from sovereign_agent.liveness import Sight
 from sovereign_agent.organization import Organization
-from sovereign_agent.records import ActorLease, AttemptStatus, ExecutionAttempt, Receipt
+from sovereign_agent.records import ActorLease, AttemptStatus, ExecutionAttempt, MessageState, Receipt
 
 __all__ = ["TICK_INTERVAL_SECONDS", "WORKER_LOST", "SupervisorReport", "recover_abandoned_assignments", "run", "tick"]
 
@@ -61,6 +61,7 @@ PENDING_SHOWN = 100
 class SupervisorReport:
     """What one tick saw and did. `problems` are sentences about rows and folders it could not deal with.
 
+    `swept_mailbox_claims` are the messages that can be claimed again, `dead_messages` those delivered too often;
     `reclaim_pending` are the first ended attempts whose folder lies on another host, for a supervisor there;
     `folders_dealt_with` counts those of this host that no later tick needs to look at.
     """
@@ -71,13 +72,14 @@ class SupervisorReport:
     problems: tuple[str, ...] = ()
     reclaim_pending: tuple[str, ...] = ()
     folders_dealt_with: int = 0
+    dead_messages: tuple[str, ...] = ()
 
 
 def tick(org: Organization, clock: Clock | None = None) -> SupervisorReport:
     """Reconcile once. Raises Contention, LedgerFault; whatever was committed before stands."""
     problems: list[str] = []
     leases = _unless_broken(lambda: fencing.expired_actor_leases(org.db, clock), "leases", problems)
-    swept = _unless_broken(lambda: relay.sweep_expired_claims(org.db, clock), "mailbox claims", problems)
+    swept = _unless_broken(lambda: [*relay.sweep_expired_claims(org.db, clock).items()], "mailbox claims", problems)
     recovered = _recover(org, clock, problems)
     pending, folders = _apply_workspace_policies(org, problems)
     problems += [
@@ -86,7 +88,9 @@ def tick(org: Organization, clock: Clock | None = None) -> SupervisorReport:
     org.db.note_progress()
     ended = tuple(receipt.assignment_id for receipt in recovered)
     shown = tuple(pending[:PENDING_SHOWN])
-    return SupervisorReport(tuple(leases), tuple(swept), ended, tuple(problems), shown, folders)
+    back = tuple(one for one, state in swept if state is MessageState.NEW)
+    dead = tuple(one for one, state in swept if state is MessageState.DEAD)
+    return SupervisorReport(tuple(leases), back, ended, tuple(problems), shown, folders, dead)
 
 
 def recover_abandoned_assignments(org: Organization, clock: Clock | None = None) -> tuple[Receipt, ...]:

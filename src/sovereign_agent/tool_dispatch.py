@@ -24,6 +24,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from sovereign_agent.errors import SovereignError
+
 MOST_ARGUMENT_BYTES = 2**18
 MOST_RESULT_BYTES = 2**18
 EXCERPT_BYTES = 2000
@@ -203,7 +205,7 @@ class Dispatcher:
         return [tool.schema() for tool in self.tools.values() if tool.name in self._allowed]
 
     def invoke(self, call: ToolCall, now: Occasion = AT_LEISURE, *, result_bytes: int = MOST_RESULT_BYTES) -> Answer:
-        """Run one call, or say why not. Raises nothing but what interrupts the process itself.
+        """Run one call, or say why not. Raises nothing but what interrupts the process; ``SystemExit`` is a failure.
 
         Args:
             call: what the model asks for.
@@ -215,7 +217,7 @@ class Dispatcher:
             return refused("tool_not_allowed", f"{call.name[:200]!r}", allowed=sorted(self._allowed))
         try:
             arguments = tool.arguments.model_validate_json(argument_text(call.arguments), strict=True)
-        except Exception as error:  # noqa: BLE001 - a validator is a user's code and may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a validator is a user's code and may raise anything
             return refused("invalid_arguments", _told(error))
         if tool.consequential and not (self._fence or (self._before_write and not tool.fenced)):
             return refused("write_authority_required", "no gate was given to this dispatcher")
@@ -235,7 +237,7 @@ class Dispatcher:
                 now = self._let_out(call, now)
                 effect = Effect.UNKNOWN
             return _ran(tool, arguments, now, result_bytes)
-        except Exception as error:  # noqa: BLE001 - a handler is a user's code and may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a handler is a user's code and may raise anything
             if getattr(error, "category", "") == BEGUN_BEFORE:
                 effect = Effect.UNKNOWN
             return refused("tool_failed", _told(error), effect, lost=refuses_authority(error))
@@ -312,8 +314,13 @@ def refuses_authority(error: BaseException) -> bool:
     return isinstance(error, PermissionError) and error.errno is None
 
 
-def _told(error: Exception) -> str:
-    return storable(f"{type(error).__name__}: {error}"[:2000])
+def _told(error: BaseException) -> str:
+    """What went wrong; of a refusal its category and its reason, too."""
+    kind, said = type(error).__name__, [str(error)]
+    if isinstance(error, SovereignError):
+        kind = f"{kind} {error.category}".strip()
+        said += [error.why, error.inspect and f"See {error.inspect}."]
+    return storable(f"{kind}: {' '.join(filter(None, said))}"[:2000])
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -30,7 +30,10 @@ SECONDS = 10
 MEMORY_BYTES = 2**29
 FILE_BYTES = 2**26
 OPEN_FILES = 64
-MOST_CHARACTERS = 10_000
+MOST_SAID = 700
+MOST_CHARACTERS = 20_000
+"""Of a line between the two: JSON needs up to twelve for one."""
+
 CLOCKS_APART_MICROS = 60_000_000
 
 STARTING = ("os.exec", "os.fork", "os.kill", "os.posix_spawn", "os.system", "pty.spawn", "subprocess.", "ctypes.dlopen")
@@ -40,6 +43,7 @@ STARTING = ("os.exec", "os.fork", "os.kill", "os.posix_spawn", "os.system", "pty
 def main() -> int:
     """Be the driver or the worker."""
     role, function, box, descriptor = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+    sys.path.extend(filter(None, os.environ["COURSE_PACKAGES"].split(os.pathsep)))  # behind the interpreter's own
     limit(resource.RLIMIT_CPU, SECONDS)
     limit(resource.RLIMIT_AS, MEMORY_BYTES)
     limit(resource.RLIMIT_FSIZE, FILE_BYTES)
@@ -69,23 +73,24 @@ class Lab:
         database: the ledger, opened by the original code.
         folder: where the ledger lies, with room for a backup.
         trouble: the first thing that must not happen, whatever the probe makes of it; empty when nothing did.
+        worker: the process of the learner's code.
         exit_status: the worker's, once it has ended.
     """
 
     def __init__(self, function: str, box: Path) -> None:
-        from sovereign_agent import database  # noqa: PLC0415 - from the copy that PYTHONPATH names
+        from sovereign_agent import assistant_work, database  # noqa: PLC0415 - from the copy that PYTHONPATH names
 
         self.folder = box / "shop"
         self.database = database.Database(self.folder / "ledger.db")
         self.trouble = ""
         self.exit_status: int | None = None
-        self._authority = database.authority
+        self._authority, self._transcript = database.authority, assistant_work.transcript
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            self._worker = subprocess.Popen(  # noqa: S603 - this file itself
+            self.worker = subprocess.Popen(  # noqa: S603 - this file itself
                 [sys.executable, "-B", "-P", __file__, "work", function, str(box), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.environ["LEARNER_PYTHONPATH"]},
+                env=os.environ | {"PYTHONPATH": str(box / "learner/src")},
                 pass_fds=[theirs.fileno()],
             )
             self._line = ours.makefile("rw", encoding="utf-8")
@@ -110,9 +115,7 @@ class Lab:
 
     def lines(self, work_id: str) -> list[str]:
         """What stands in the transcript of one item."""
-        from sovereign_agent import assistant_work  # noqa: PLC0415 - from the copy that PYTHONPATH names
-
-        found = assistant_work.transcript(self.database.connection, work_id)
+        found = self._transcript(self.database.connection, work_id)
         return [json.loads(line["message"])["content"] for line in found]
 
     def replace_epoch(self) -> None:
@@ -131,6 +134,8 @@ class Lab:
         self._end()
         if self.rows() != before:
             self._note("The worker wrote to the transcript after its last answer.")
+        if self.exit_status:
+            self._note(f"The worker's process {ending(self.exit_status)} after its last answer.")
         self.database.close()
 
     def _ask(self, request: dict[str, object]) -> str:
@@ -139,7 +144,7 @@ class Lab:
             self._line.flush()
             told = json.loads(self._line.readline(MOST_CHARACTERS))
             answer, wrong = str(told["answer"]), str(told["wrong"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             self._end()
             raise WorkerGone(f"The worker's process {ending(self.exit_status)} before it answered.") from None
         self._note(wrong)
@@ -159,7 +164,7 @@ class Lab:
     def _end(self) -> None:
         with suppress(OSError):
             self._line.close()
-        self.exit_status = self._worker.wait()
+        self.exit_status = self.worker.wait()
 
 
 def ending(status: int | None) -> str:
@@ -170,13 +175,15 @@ def ending(status: int | None) -> str:
 
 
 def drive(function: str, box: Path, descriptor: int) -> int:
-    """Run box/probe.py, and report in one line of JSON what it observed, under the nonce."""
+    """Run box/probe.py, and report what it observed in one line of JSON, under the nonce, behind the worker's pid."""
     nonce = sys.stdin.readline().strip()
     lab, observation, trouble = None, None, ""
     names: dict[str, Any] = {"__name__": "probe"}
     try:
         lab = Lab(function, box)
+        os.write(descriptor, b"%d\n" % lab.worker.pid)
         exec(compile((box / "probe.py").read_text(encoding="utf-8"), "probe.py", "exec"), names)  # noqa: S102
+        import_no_more(box)
         observation = json.loads(json.dumps(names["probe"](lab)))
         lab.finish()
     except WorkerGone as gone:
@@ -192,6 +199,17 @@ def drive(function: str, box: Path, descriptor: int) -> int:
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(json.dumps(report) + "\n")
     return 0
+
+
+def import_no_more(box: Path) -> None:
+    """Import nothing from the box from here on: a learner's function can write there, and must not become the driver's.
+
+    So a probe imports from the package at its top level.
+    """
+    sys.path = [entry for entry in sys.path if not Path(entry).is_relative_to(box)]
+    for module in list(sys.modules.values()):
+        if any(Path(folder).is_relative_to(box) for folder in getattr(module, "__path__", [])):
+            module.__path__ = []
 
 
 def named(error: BaseException, function: str) -> str:
@@ -226,7 +244,7 @@ def work(function: str, box: Path, descriptor: int) -> int:
                 answer = named(error, function)
                 wrong = f"The function {function} did not do its work: {answer}."
             wrong = started[0] if started else wrong
-            line.write(json.dumps({"answer": answer, "wrong": wrong}) + "\n")
+            line.write(json.dumps({"answer": answer[:MOST_SAID], "wrong": wrong[:MOST_SAID]}) + "\n")
             line.flush()
     return 0
 
@@ -248,8 +266,8 @@ def refuse_processes() -> list[str]:
     """Let no process be started from here on, and return a list that will name what tried to."""
     tried: list[str] = []
 
-    def refuse(event: str, _arguments: tuple[Any, ...]) -> None:
-        if event.startswith(STARTING):
+    def refuse(event: str, _arguments: tuple[Any, ...], starting: tuple[str, ...] = STARTING) -> None:
+        if event.startswith(starting):
             tried.append(f"The function may not start or end processes, and it tried {event}.")
             raise RuntimeError(tried[-1])
 

@@ -8,8 +8,13 @@
 It is not a sandbox of the operating system. What it guards against is mistakes, and a PASS that nobody earned: the
 learner's code runs in a process of its own, under limits of time, memory and output; its printed text and its
 inherited descriptors reach no report; what counts are the durable rows, which another process counts with the original
-code, and whose report comes over a private pipe under a nonce that the learner's process is never given. A program of
-the same user that attacks that other process can still lie.
+code, and whose report comes over a private pipe under a nonce that the learner's process is never given.
+
+What it cannot hold: a program of the same user that attacks that other process, or the files of the course while it
+runs, can lie. A function that was written to recognize the cases of a probe passes that probe; a probe that its author
+has not seen tells. A handoff's hashes are no signature: whoever recomputes them has made a handoff, and so `load` is no
+PASS, and `visible` is run again. Starting processes is refused in Python, and by the kernel, but not to root: there, a
+function that calls around Python can leave a process behind. The disk is bounded for each file, not as a whole.
 """
 
 from __future__ import annotations
@@ -29,9 +34,8 @@ import sys
 import tempfile
 import time
 import tokenize
-import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import accumulate
 from pathlib import Path
@@ -151,9 +155,7 @@ class RuntimeLab:
         self.source = self.fragment
         self._unsound = ""
         self._broken: tuple[str, str] | None = None
-        self._scratch: tempfile.TemporaryDirectory[str] | None = tempfile.TemporaryDirectory(
-            prefix="course-task-", ignore_cleanup_errors=True
-        )
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -206,17 +208,14 @@ class RuntimeLab:
         self._replace(fragment.join(self._broken) if isinstance(fragment, str) else fragment)
 
     def close(self) -> None:
-        """Remove the scratch copy. The task cannot run any more."""
-        if self._scratch:
-            self._scratch.cleanup()
-        self._scratch = None
+        """Let the task not be used any more. Each run has removed its own scratch copy already."""
+        self._closed = True
 
     # --- the copy -----------------------------------------------------------------------------------------
 
-    def _require_open(self) -> str:
-        if self._scratch is None:
+    def _require_open(self) -> None:
+        if self._closed:
             raise TaskRefused("This task is closed. Make a new one.")
-        return self._scratch.name
 
     def _read_originals(self) -> dict[str, bytes]:
         try:
@@ -237,15 +236,21 @@ class RuntimeLab:
         """Take a source for the function. One that is none is no error here: each run then says what is wrong."""
         self._broken = None
         self._unsound = _unsound(source, self.spec["function"])
-        self.source = "" if self._unsound else str(source).strip("\n") + "\n"
+        self.source = "" if self._unsound else _plain(str(source))
 
     def _compare(self, label: str, probe: str, expected: Mapping[str, Any]) -> dict[str, Any]:
-        scratch = self._require_open()
+        self._require_open()
         told = {"observation": None, "trouble": self._unsound, "exit_status": None, "stdout": "", "stderr": ""}
         if not self._unsound:
-            with tempfile.TemporaryDirectory(prefix="run-", dir=scratch, ignore_cleanup_errors=True) as box:
-                self._fill(Path(box), probe)
-                told = _drive(self.spec["function"], Path(box))
+            try:
+                with _box() as box:
+                    self._fill(box, probe)
+                    told = _drive(self.spec["function"], box)
+            except OSError as error:
+                raise TaskRefused(
+                    f"Nothing was run: {error}. It needs a folder for temporary files with some room (TMPDIR says "
+                    "where), and two processes. See to that, and run it again."
+                ) from error
             told["trouble"] = self._changed() or told["trouble"]
         reason = told.pop("trouble") or _difference(told["observation"], dict(expected))
         return {
@@ -299,7 +304,8 @@ class SourceTask(RuntimeLab):
     ) -> dict[str, Any]:
         """Run a changed probe on the copy: by default the spec's `transfer_probe`, against `transfer_expected`.
 
-        `probe_source` defines ``probe(lab)``, which returns the observation: a dictionary that JSON can hold. It has
+        `probe_source` defines ``probe(lab)``, which returns the observation: a dictionary that JSON can hold. What it
+        needs of the package it imports at its top: later there is nothing to import any more. It has
         ``lab.database``, ``lab.folder``, ``lab.observe(claim, text, now=None)`` (the installed function is asked, and
         the rows are counted: ``{"answer": ..., "rows": ...}``), ``lab.rows()``, ``lab.lines(work_id)`` and
         ``lab.replace_epoch()``.
@@ -312,7 +318,8 @@ class SourceTask(RuntimeLab):
     def save(self, path: Path | str, result: Mapping[str, Any]) -> None:
         """Write the handoff of what passed, whole or not at all.
 
-        Raises TaskRefused for a result that is no PASS of `visible` for what is installed now.
+        Raises TaskRefused for a result that is no PASS of `visible` for what is installed now, and for a path that
+        cannot be written, or where something else than a file is.
         """
         if result not in self._passed or result["implementation_sha256"] != self.implementation_sha256:
             raise TaskRefused(
@@ -332,7 +339,8 @@ class SourceTask(RuntimeLab):
     def load(self, path: Path | str) -> dict[str, Any]:
         """Read a handoff that `save` wrote, install its source, and return it.
 
-        Raises TaskRefused when it is none, when it is of another edition of the runtime, or when it was altered.
+        Raises TaskRefused when it is none, when it is of another edition of the runtime, or when it was altered. It
+        runs nothing: that the function passes is for `visible` to say again.
         """
         self._require_open()
         handoff = _read_handoff(Path(path))
@@ -345,7 +353,7 @@ class SourceTask(RuntimeLab):
                 )
         source = handoff["source"]
         altered = _unsound(source, self.spec["function"])
-        if altered or handoff["implementation_sha256"] != _sha256(source.encode()):
+        if altered or handoff["implementation_sha256"] != _sha256(_plain(source).encode()):
             raise TaskRefused(
                 f"The handoff {path} was altered: {altered or 'its source is not the one it names the hash of.'} "
                 "Save it again with save()."
@@ -377,9 +385,7 @@ def _unsound(source: object, function: str) -> str:
     if len(source) > MAX_SOURCE_CHARACTERS:
         return f"The source is longer than {MAX_SOURCE_CHARACTERS} characters."
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            body = ast.parse(source).body
+        body = ast.parse(_plain(source)).body
     except SyntaxError as error:
         return f"The source is not Python: {error.msg} (line {error.lineno or 'unknown'})."
     except (ValueError, RecursionError, MemoryError) as error:
@@ -387,6 +393,11 @@ def _unsound(source: object, function: str) -> str:
     if len(body) != 1 or not isinstance(body[0], ast.FunctionDef) or body[0].name != function:
         return f"The source must define the function {function}, and nothing else at its top level."
     return ""
+
+
+def _plain(source: str) -> str:
+    """The source as it goes into its file, whatever editor wrote it."""
+    return source.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").strip("\n") + "\n"
 
 
 def _around(source: str, boundary: str) -> list[tuple[str, str]]:
@@ -438,17 +449,18 @@ def _text(value: object) -> str:
 
 def _write_whole(path: Path, text: str) -> None:
     """Put a file there with this text, or leave what was there."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with beside.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise TaskRefused(f"The handoff {path} was not written: no regular file is there. Choose another place.")
+        with tempfile.TemporaryDirectory(prefix=".handoff-", dir=path.parent, ignore_cleanup_errors=True) as folder:
+            beside = Path(folder, "handoff")
+            with beside.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
     except OSError as error:
         raise TaskRefused(f"The handoff {path} was not written: {error.strerror}. Choose another place.") from error
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _read_handoff(path: Path) -> dict[str, Any]:
@@ -466,7 +478,7 @@ def _read_handoff(path: Path) -> dict[str, Any]:
     if len(content) > MAX_HANDOFF_BYTES:
         raise TaskRefused(f"The handoff {path} is larger than {MAX_HANDOFF_BYTES} bytes, so it is none. {again}")
     try:
-        handoff = json.loads(content)
+        handoff = json.loads(content, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise TaskRefused(f"The handoff {path} is not whole, or not JSON: {error}. {again}") from error
     if not isinstance(handoff, dict) or handoff.keys() != HANDOFF_KEYS:
@@ -474,14 +486,37 @@ def _read_handoff(path: Path) -> dict[str, Any]:
     return handoff
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) != len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
 # --- the run ----------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _box() -> Iterator[Path]:
+    """A folder for one run, in a scratch folder that is gone afterwards, whatever was made of either."""
+    folder = tempfile.TemporaryDirectory(prefix="course-task-", ignore_cleanup_errors=True)
+    try:
+        (box := Path(folder.name, "box")).mkdir()
+        yield box
+    finally:
+        with suppress(RecursionError):
+            folder.cleanup()
+        if os.path.lexists(folder.name):  # a link by now, or folders in folders, deeper than Python removes
+            subprocess.run(["rm", "-rf", folder.name], stderr=subprocess.DEVNULL, check=False)  # noqa: S603, S607
+
+
 def _drive(function: str, box: Path) -> dict[str, Any]:
-    """Run the driver in a box and return what it reported. When this returns, its process group has ended."""
+    """Run the driver in a box and return what it reported. When this returns, its process group has ended.
+
+    The worker is in that group, unless it left it: then it leads one of its own, which has the worker's number.
+    """
     nonce = secrets.token_hex(16)
     reading, writing = os.pipe()
-    with os.fdopen(reading, "rb") as reports:
+    with os.fdopen(reading, "rb", buffering=0) as reports:
         try:
             driver = subprocess.Popen(  # noqa: S603 - the copied runner
                 [sys.executable, "-B", "-P", str(box / "runner.py"), "drive", function, str(box), str(writing)],
@@ -495,25 +530,29 @@ def _drive(function: str, box: Path) -> dict[str, Any]:
             )
         finally:
             os.close(writing)
+        groups = [driver.pid]
         with driver:
             try:
                 with suppress(OSError):  # it may have ended already
                     driver.stdin.write(nonce.encode())
                     driver.stdin.close()
+                if (first := reports.readline()).strip().isdigit():
+                    groups.append(int(first))  # the worker's; a driver that could start none has reported already
                 (told, out, err), trouble = _read([reports, driver.stdout, driver.stderr])
             finally:
-                with suppress(OSError):
-                    os.killpg(driver.pid, signal.SIGKILL)
+                for group in groups:
+                    with suppress(OSError):
+                        os.killpg(group, signal.SIGKILL)
     printed = {"stdout": out.decode(errors="replace"), "stderr": err.decode(errors="replace")}
-    return _report(told, nonce, trouble) | printed
+    return _report(told or first, nonce, trouble) | printed
 
 
 def _environment(box: Path) -> dict[str, str]:
-    """What the driver sees of the environment: where programs and packages are, and no keys."""
+    """What the driver sees of the environment: where programs and packages are, no keys, and no other runtime."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
-    others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    original, learner = (os.pathsep.join([str(box / side / "src"), *others]) for side in ("original", "learner"))
-    return kept | {"PYTHONPATH": original, "LEARNER_PYTHONPATH": learner, "TMPDIR": str(box)}
+    named = [Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    packages = os.pathsep.join(str(folder) for folder in named if not (folder / "sovereign_agent").exists())
+    return kept | {"PYTHONPATH": str(box / "original/src"), "COURSE_PACKAGES": packages, "TMPDIR": str(box)}
 
 
 def _read(files: list[IO[bytes]]) -> tuple[list[bytes], str]:
@@ -543,6 +582,6 @@ def _report(told: bytes, nonce: str, trouble: str) -> dict[str, Any]:
         report = json.loads(told)
         if report.pop("nonce") != nonce:
             raise ValueError  # noqa: TRY301
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return {"observation": None, "trouble": trouble or "It ended without a report.", "exit_status": None}
     return report | {"trouble": trouble or report["trouble"]}

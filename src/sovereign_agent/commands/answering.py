@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,16 @@ def answering(
                 system=settings.system,
                 watch=watch,
                 until=until,
-                tell=lambda line: typer.echo(plain(line), err=True),
+                tell=_tell,
             )
 
     return run
+
+
+def _tell(line: str) -> None:
+    """Say it on stderr, if that can still be written: what was done is in the ledger, and the service goes on."""
+    with suppress(OSError, ValueError):
+        typer.echo(plain(line), err=True)
 
 
 @contextmanager
@@ -126,7 +132,7 @@ def _tools(org: Organization, settings: AssistantSettings) -> Callable[[Claim], 
             return lambda _: built
     except SovereignError:
         raise
-    except Exception as error:  # noqa: BLE001 - it is a user's code and may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is a user's code and may raise anything
         why = f"{type(error).__name__}: {error}"
     raise ConfigurationFault(
         f"{settings.tools} in {FILE_NAME} gave no tools.",

@@ -95,15 +95,17 @@ def status(
     root: Root = HERE,
     json: Json = False,
 ) -> None:
-    """Show one item, or up to 100 of each kind that are not finished."""
-    from sovereign_agent import assistant_work
+    """Show one item, or up to 100 of each kind that are not finished, and the 10 newest that ended BLOCKED."""
+    from sovereign_agent import assistant_work, conversation
 
     with opened(root, read_only=True) as org:
         connection = org.db.connection
         rows = [assistant_work.get_work(connection, item)] if item else assistant_work.open_work(connection)
         found = [_shown(row) for row in rows]
-    text = "\n".join(entry(f"{each['status']} {each['id']}", _facts(each)) for each in found)
-    answer(found[0] if item else {"open": found}, text or "Nothing is open.", as_json=json)
+        blocked = [] if item else [_shown(row) for row in conversation.unanswered(connection)]
+    lines = [] if found else ["Nothing is open."]
+    lines += [entry(f"{each['status']} {each['id']}", _facts(each)) for each in (*found, *blocked)]
+    answer(found[0] if item else {"open": found, "blocked": blocked}, "\n".join(lines), as_json=json)
 
 
 @app.command()
@@ -254,6 +256,7 @@ def ask(
         ("why", ended["result"]),
         ("look", f"sovereign-agent assistant evidence {item}"),
         ("look", f"sovereign-agent assistant transcript {item}"),
+        *_anew(ended),
     ]
     answer(ended, entry(f"Item {item} is {ended['status']}.", facts), as_json=json)
     raise typer.Exit(1)
@@ -273,7 +276,19 @@ def _shown(row: Row) -> dict[str, Any]:
 
 def _facts(item: dict[str, Any]) -> list[tuple[str, object]]:
     shown = ("session", "role", "subject", "generation", "owner", "expires_at", "losses", "result", "prompt")
-    return [(name, item[name]) for name in shown if item[name]]
+    why = [("look", f"sovereign-agent assistant evidence {item['id']}")] if item["status"] == "BLOCKED" else []
+    return [*((name, item[name]) for name in shown if item[name]), *why, *_anew(item)]
+
+
+def _anew(item: dict[str, Any]) -> list[tuple[str, object]]:
+    """What to type instead for an item that nobody gets any more, because too many workers were lost over it."""
+    if item["status"] != "PARKED":
+        return []
+    role = "" if item["role"] == "shop" else f" --role {shlex.quote(item['role'])}"
+    return [
+        ("next", f"sovereign-agent assistant cancel {item['id']} --by ACTOR"),
+        ("anew", f"sovereign-agent assistant enqueue {shlex.quote(item['session'])} PROMPT{role}"),
+    ]
 
 
 def _presented(path: Path) -> Claim:

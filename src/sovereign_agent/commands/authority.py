@@ -14,13 +14,36 @@ from sovereign_agent.commands.printing import answer, entry, tally
 from sovereign_agent.errors import Refusal
 
 if TYPE_CHECKING:
-    from sovereign_agent.database import Database
+    from sovereign_agent.database import Connection, Database
+    from sovereign_agent.records import Event
 
 app = typer.Typer(help="See whose era of authority a ledger is in, and begin another.")
 
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for those who come after.")]
 EFFECTS = ("look", "sovereign-agent assistant effects")
 RESUME = ("next", "sovereign-agent resume --by ACTOR --reason TEXT")
+
+
+def paused_by(connection: Connection) -> Event | None:
+    """The act that paused a ledger, if it is paused: a pause, a restore, a rollback or a new epoch."""
+    from sovereign_agent import journal
+    from sovereign_agent.database import authority
+
+    control = authority.find_control(connection)
+    newest = journal.events_of(connection, control.ledger_id, limit=1) if control and control.paused else []
+    return next((event for event in newest if event.kind != "authority.resumed"), None)
+
+
+def pause_facts(event: Event | None) -> list[tuple[str, object]]:
+    """Who paused it, since when and why."""
+    if event is None:
+        return []
+    act = event.kind.removeprefix("authority.").replace("_", " ")
+    return [
+        ("by", event.actor),
+        ("since", event.at),
+        ("why", ": ".join(filter(None, [act, event.detail.get("reason")]))),
+    ]
 
 
 def pause(*, by: By, reason: Reason, root: Root = HERE, json: Json = False) -> None:
@@ -96,8 +119,9 @@ def show(*, root: Root = HERE, json: Json = False) -> None:
 
     with _ledger(root, read_only=True) as db:
         health = assistant_service.health(db)
-        ledger, marker = db.location, db.authority
+        ledger, marker, event = db.location, db.authority, paused_by(db.connection)
     facts = [
+        *pause_facts(event),
         ("ledger", health.epoch),
         ("marker", health.marker),
         ("restoring", health.restoring),
@@ -107,7 +131,7 @@ def show(*, root: Root = HERE, json: Json = False) -> None:
         ("look", f"{marker}"),
     ]
     state = ("paused" if health.paused else "running") if health.agrees else "closed: ledger and marker do not agree"
-    document = {"ledger": ledger, "marker_path": marker, "agrees": health.agrees, "health": health}
+    document = {"ledger": ledger, "marker_path": marker, "agrees": health.agrees, "health": health, "paused_by": event}
     answer(document, entry(f"The ledger is {state}.", facts), as_json=json)
 
 
@@ -118,7 +142,8 @@ def new_epoch(*, by: By, reason: Reason, root: Root = HERE, json: Json = False) 
 
     with _ledger(root, by, authority_required=False) as db:
         epoch = assistant_service.new_epoch(db, by, reason)
-    facts = [("epoch", epoch), ("hosts", "each other host: sovereign-agent authority adopt --yes"), EFFECTS, RESUME]
+        others = "each other host: sovereign-agent authority adopt --yes" if db.engine == "postgresql" else ""
+    facts = [("epoch", epoch), ("hosts", others), EFFECTS, RESUME]
     answer(
         {"epoch": epoch, "paused": True}, entry("A new epoch has begun, and the ledger is paused.", facts), as_json=json
     )

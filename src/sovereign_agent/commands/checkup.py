@@ -19,6 +19,8 @@ import psutil
 
 from sovereign_agent import assistant_service, configuration, fencing, heartbeat, liveness, outcomes, relay, runs
 from sovereign_agent.assistant_service import end_of_time
+from sovereign_agent.commands import effects
+from sovereign_agent.commands.authority import pause_facts, paused_by
 from sovereign_agent.commands.printing import plain
 from sovereign_agent.configuration import (
     AgentSettings,
@@ -30,6 +32,7 @@ from sovereign_agent.configuration import (
     Settings,
 )
 from sovereign_agent.database import authority, driver_versions
+from sovereign_agent.effects import LIST
 from sovereign_agent.errors import ConfigurationFault, ProviderFault, SovereignError
 from sovereign_agent.organization import Organization
 from sovereign_agent.providers import account, model
@@ -172,6 +175,7 @@ def _ledger(org: Organization) -> Iterator[Finding]:
         yield Finding(kind, Verdict.OK, told) if harmless else Finding(kind, Verdict.WARN, told, RECONCILE)
     yield from _workers(org, now)
     yield from _parked(org)
+    yield from _effects(org)
     yield _clock([one for those in held.values() for one in those if one.expires_at > now + 2 * one.ttl])
     yield from _workspaces(org)
 
@@ -201,6 +205,12 @@ def _parked(org: Organization) -> Iterator[Finding]:
         yield Finding("parked", Verdict.WARN, found, outcomes.next_command(parked[0], SowState.BLOCKED))
 
 
+def _effects(org: Organization) -> Iterator[Finding]:
+    """The acts that left the house and wait for a person's word, if there are any."""
+    if found := effects.waiting_text(effects.waiting(org.db.connection)):
+        yield Finding("effects", Verdict.WARN, found, LIST)
+
+
 def _workspaces(org: Organization) -> Iterator[Finding]:
     """The folders of ended runs. Those on another host are a fact here, and work for a supervisor there."""
     here = socket.gethostname()
@@ -224,8 +234,9 @@ def _authority(org: Organization) -> Finding:
         told = f"the ledger is in {health.epoch}; the marker {org.db.authority}: {health.marker}"
         return Finding("authority", Verdict.FAIL, told, org.db.authority_mend)
     if health.paused:
-        return Finding("authority", Verdict.WARN, f"{health.epoch}, paused", authority.RESUME)
-    beside = org.db.authority.is_relative_to(org.root)
+        since = "".join(f"; {label} {plain(fact)}" for label, fact in pause_facts(paused_by(org.db.connection)))
+        return Finding("authority", Verdict.WARN, f"{health.epoch}, paused{since}", authority.RESUME)
+    beside = org.db.engine == "sqlite" and org.db.authority.is_relative_to(org.root)
     return Finding("authority", Verdict.OK, f"{health.epoch}{'; ' + BLIND if beside else ''}")
 
 

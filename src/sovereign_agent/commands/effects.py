@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sovereign_agent.commands.options import HERE, By, Json, Root, opened
-from sovereign_agent.commands.printing import answer, entry
+from sovereign_agent.commands.printing import answer, entry, tally
 
 if TYPE_CHECKING:
+    from sovereign_agent.database import Connection
     from sovereign_agent.effects import Effect
+
+MOST_WAITING = 100
+"""How many acts `waiting` looks at, those that were let out first."""
 
 
 class Word(StrEnum):
@@ -19,6 +23,26 @@ class Word(StrEnum):
 
     DONE = "done"
     NONE = "none"
+
+
+def waiting(connection: Connection) -> dict[str, int]:
+    """How many acts wait for a person's word. One whose worker is still at it does not."""
+    from sovereign_agent import effects as home
+
+    now = connection.now()
+    found = [
+        each
+        for each in home.unsettled(connection, limit=MOST_WAITING)
+        if each.outcome or each.held_until is None or each.held_until <= now
+    ]
+    return {"waiting": len(found), "of_older_epoch": sum(each.of_older_epoch for each in found)}
+
+
+def waiting_text(found: dict[str, int]) -> str:
+    """What `waiting` has found; nothing if none waits."""
+    older = {"of an older epoch, before which nothing else leaves": found["of_older_epoch"]}
+    told = {"waiting for a person's word": found["waiting"]} | (older if found["of_older_epoch"] else {})
+    return tally(told, MOST_WAITING) if found["waiting"] else ""
 
 
 def effects(
@@ -63,6 +87,7 @@ def _facts(effect: Effect) -> list[tuple[str, object]]:
         ("asked", effect.arguments),
         ("ended", effect.outcome or "nobody saw it"),
         ("left", effect.created_at),
+        ("claimed", "" if effect.outcome or not effect.held_until else f"until {effect.held_until:%F %T} UTC"),
         ("by", f"item {effect.work_id}, generation {effect.generation}"),
         ("epoch", f"{effect.epoch}, which is over" if effect.of_older_epoch else effect.epoch),
         ("next", f"sovereign-agent assistant reconcile {effect.operation_id} {words}"),

@@ -29,6 +29,7 @@ def init(*, ledger: Ledger = "", root: Root = HERE, json: Json = False) -> None:
         _refuse_another_ledger(root, ledger)
     existing = _existing(root)
     with closing(existing or Organization.init(root, ledger_url=ledger)) as org:
+        org.db.require_authority()
         place, engine, ledger = str(org.root), org.db.engine, org.settings.ledger.url or str(org.db.path)
     sentence = "Nothing was changed: there is an organization at" if existing else "An organization is ready at"
     elsewhere = "" if Path.cwd() == Path(place) else f" --root {shlex.quote(place)}"

@@ -26,11 +26,26 @@ def send(
     answer(message, entry(f"Message {message.id} is in the mailbox of {recipient}.", facts), as_json=json)
 
 
-def inbox(actor: ActorId, *, root: Root = HERE, json: Json = False) -> None:
+def inbox(
+    actor: ActorId,
+    *,
+    dead: Annotated[
+        bool, typer.Option("--dead", help="What was delivered too often instead, the newest first.")
+    ] = False,
+    root: Root = HERE,
+    json: Json = False,
+) -> None:
     """Show what an actor may claim now, the longest ready first."""
+    from sovereign_agent import relay
+
     with opened(root, read_only=True) as org:
-        messages = org.inbox(actor)
+        org.settings.actor(actor)
+        messages = relay.dead_letters(org.db.connection, actor) if dead else org.inbox(actor)
     text = "\n".join(
         entry(f"{m.id}  {m.subject}", [("from", m.sender), ("sent", m.created_at), ("body", m.body)]) for m in messages
     )
-    answer({"messages": messages}, text or f"{actor} has no message to claim.", as_json=json)
+    answer(
+        {"messages": messages},
+        text or f"{actor} has no {'dead message' if dead else 'message to claim'}.",
+        as_json=json,
+    )

@@ -41,6 +41,11 @@ def tally(counts: dict[str, int], most: int) -> str:
     return ", ".join(f"{number}{'+' if number == most else ''} {kind}" for kind, number in counts.items())
 
 
+def counted(number: int, one: str, several: str) -> str:
+    """``1 promise``, ``2 promises``."""
+    return f"{number} {one if number == 1 else several}"
+
+
 def _typeable(fact: object) -> object:
     """A command of ours that was made for this --root, with it; anything else as it is."""
     if asked_root and isinstance(fact, str) and fact.startswith(COMMAND) and "--root" not in fact:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from sovereign_agent.commands.options import Json
-from sovereign_agent.commands.printing import answer, entry
+from sovereign_agent.commands.printing import answer, counted, entry
 from sovereign_agent.errors import ConfigurationFault
 
 if TYPE_CHECKING:
@@ -45,7 +45,12 @@ def simulate(
     ] = "",
     seeds: Annotated[
         int | None,
-        typer.Option("--seeds", metavar="COUNT", min=0, help="So many histories; 2000, or none with --scenario."),
+        typer.Option(
+            "--seeds",
+            metavar="COUNT",
+            min=0,
+            help="Only so many histories, and no orders without --scenario; 0 is only the orders.",
+        ),
     ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="NUMBER", min=0, help="Play only this history, step by step.")
@@ -63,46 +68,49 @@ def simulate(
     against its promises and against what everybody was told. The first order that breaks one is printed as a script
     for --replay.
 
-    Then histories of many transactions are played, each fixed by its seed, with faults of thirteen kinds at random
+    Then histories of many transactions are played, each fixed by its seed, with faults of sixteen kinds at random
     places, and what is left of each is judged. A seed that fails is printed with what plays it again. Your own ledger
     is not touched.
 
-    Ends with 1 if a promise was broken, or if something that is to be tried never happened.
+    Without options it plays every order and 2,000 histories. Ends with 1 if a promise was broken, or if something that
+    is to be tried never happened. With fewer histories than that, what never happened in them is only named.
     """
-    if replay:
-        _replay(replay, root, as_json=json)
-    if seed is not None:
-        _replay_seed(seed, only, as_json=json)
-    found = _interleavings(_chosen(scenario or []), faults, root, as_json=json)
+    from sovereign_agent.supervisor import first_signal_interrupts
+    from sovereign_agent.testing.simulation import scratch
+
+    with first_signal_interrupts(), scratch(root) as folder:
+        if replay:
+            _replay(replay, folder, as_json=json)
+        if seed is not None:
+            _replay_seed(seed, only, folder, as_json=json)
+        orders = _chosen(scenario or []) if scenario or not seeds else []
+        found = _interleavings(orders, faults, folder, as_json=json) if orders else []
+        count = seeds if seeds is not None else 0 if scenario else SEEDS
+        histories = _histories(count, folder, as_json=json) if count else None
     total, good = sum(one["schedules"] for one in found), all(one["good"] for one in found)
-    count = seeds if seeds is not None else 0 if scenario else SEEDS
-    histories = _histories(count, as_json=json) if count else None
-    told = f"{total} schedules" + (f" and {count} histories" if histories else "")
-    good = good and not (histories and (histories["failures"] or histories["never"]))
+    good = good and not (histories and (histories["failures"] or (histories["never"] and count >= SEEDS)))
+    told = [counted(total, "schedule", "schedules")] if found else []
+    told += [counted(count, "history", "histories")] if histories else []
     verdict = "No promise was broken." if good else "It does not hold."
     seen = {"interleavings": found, "schedules": total, "histories": histories, "good": good}
-    answer(seen, f"{told}. {verdict}", as_json=json)
+    answer(seen, f"{' and '.join(told)}. {verdict}", as_json=json)
     raise typer.Exit(0 if good else 1)
 
 
-def _interleavings(
-    scenarios: list[Scenario], faults: int | None, root: Path | None, *, as_json: bool
-) -> list[dict[str, Any]]:
+def _interleavings(scenarios: list[Scenario], faults: int | None, root: Path, *, as_json: bool) -> list[dict[str, Any]]:
     """Explore each scenario, on all processors, and tell of it at once unless all is told as JSON in the end."""
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-
     from sovereign_agent.testing.exploration import explore
+    from sovereign_agent.testing.simulation import crew
 
     if len(scenarios) == 1:
         return [_told(scenarios[0], explore(scenarios[0], faults=faults, within=root), as_json=as_json)]
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+    with crew() as pool:
         longest_first = reversed(scenarios)
         begun = {each.name: pool.submit(_explored, each.name, faults, root) for each in longest_first}
         return [_told(each, begun[each.name].result(), as_json=as_json) for each in scenarios]
 
 
-def _explored(name: str, faults: int | None, root: Path | None) -> Exploration:
+def _explored(name: str, faults: int | None, root: Path) -> Exploration:
     from sovereign_agent.testing.exploration import explore
 
     (scenario,) = _chosen([name])
@@ -115,25 +123,25 @@ def _told(scenario: Scenario, found: Exploration, *, as_json: bool) -> dict[str,
     return _document(scenario, found)
 
 
-def _histories(count: int, *, as_json: bool) -> dict[str, Any]:
+def _histories(count: int, root: Path, *, as_json: bool) -> dict[str, Any]:
     """Play so many seeds; tell what was seen, and of the first that fail what plays them again."""
     from sovereign_agent.testing import simulation
 
-    report = simulation.run(range(count))
-    replays = [simulation.shortest_replay(each) for each in [*report.failures][: simulation.SHRUNK_SEEDS]]
+    report = simulation.run(range(count), within=root)
+    replays = [simulation.shortest_replay(each, within=root) for each in [*report.failures][: simulation.SHRUNK_SEEDS]]
     if not as_json:
         typer.echo("\n".join([report.story(), *replays]))
     return report.document() | {"replays": replays}
 
 
-def _replay_seed(seed: int, only: str, *, as_json: bool) -> NoReturn:
+def _replay_seed(seed: int, only: str, root: Path, *, as_json: bool) -> NoReturn:
     from sovereign_agent.testing import simulation
 
     try:
         steps = [int(each) for each in only.split(",")] if only else range(simulation.STEPS)
     except ValueError:
         raise typer.BadParameter(f"--only takes numbers of steps: 3,17,40. Not {only!r}.") from None
-    trace, failures = simulation.replayed(seed, steps)
+    trace, failures = simulation.replayed(seed, steps, within=root)
     found = failures or ["No promise was broken."]
     answer({"seed": seed, "trace": trace, "failures": failures}, "\n".join([*trace, *found]), as_json=as_json)
     raise typer.Exit(1 if failures else 0)
@@ -162,12 +170,15 @@ def _story(scenario: Scenario, found: Exploration) -> str:
     from sovereign_agent.testing.schedules import FAULTS, script
 
     facts = [
-        ("bound", f"at most {found.faults} faults in a schedule, the longest of {found.longest} choices"),
+        (
+            "bound",
+            f"{counted(found.faults, 'fault', 'faults')} in a schedule at most, the longest of {found.longest} choices",
+        ),
         ("fired", ", ".join(f"{kind} {found.fired[kind]}" for kind in FAULTS if found.fired[kind])),
         ("NEVER", ", ".join(found.never_fired)),
         ("time", f"{found.seconds:.1f} s; {found.equal} left as equal to others"),
     ]
-    told = entry(f"{found.scenario}: {found.schedules} schedules, {scenario.about}", facts)
+    told = entry(f"{found.scenario}: {counted(found.schedules, 'schedule', 'schedules')}, {scenario.about}", facts)
     if found.failure is None:
         return told
     return f"{told}\nIt does not hold. `sovereign-agent simulate --replay FILE` plays this again:\n\n" + script(
@@ -175,7 +186,7 @@ def _story(scenario: Scenario, found: Exploration) -> str:
     )
 
 
-def _replay(source: str, root: Path | None, *, as_json: bool) -> NoReturn:
+def _replay(source: str, root: Path, *, as_json: bool) -> NoReturn:
     from contextlib import closing
 
     from sovereign_agent.testing.schedules import Stage, from_script

@@ -58,6 +58,7 @@ def _line(report: SupervisorReport) -> str:
     told = {
         "recovered": report.recovered_assignments,
         "claims given back": report.swept_mailbox_claims,
+        "messages dead": report.dead_messages,
         "leases run out": [lease.actor_id for lease in report.expired_actor_leases],
         "folders dealt with": [str(report.folders_dealt_with)] * bool(report.folders_dealt_with),
         "folders left to other hosts": report.reclaim_pending,

@@ -72,7 +72,7 @@ def story(report: dict[str, Any]) -> str:
     )
     if report["good"]:
         return f"{told}\nNo promise was broken."
-    broken = [f"{len(report['violations'])} promises were broken; all is kept in {report['root']}."]
+    broken = [f"Promises broken: {len(report['violations'])}; all is kept in {report['root']}."]
     return "\n".join([told, *broken, *(entry(f"  {sentence}") for sentence in report["violations"])])
 
 

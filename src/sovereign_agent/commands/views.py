@@ -11,7 +11,8 @@ from dataclasses import fields
 from typing import Any, cast
 
 from sovereign_agent import assistant_work, fencing, heartbeat, journal, liveness, outcomes, runs
-from sovereign_agent.commands.authority import RESUME
+from sovereign_agent.commands import effects
+from sovereign_agent.commands.authority import EFFECTS, RESUME, pause_facts, paused_by
 from sovereign_agent.commands.printing import entry, tally, to_json
 from sovereign_agent.database import Connection, authority
 from sovereign_agent.errors import Refusal
@@ -93,9 +94,11 @@ def status(org: Organization) -> Document:
     return {
         "organization": org.settings.organization.name,
         "paused": control is not None and control.paused,
+        "paused_by": paused_by(connection),
         "outcomes": work,
         "more": more,
         "assistant": assistant_work.count_open(connection),
+        "effects": effects.waiting(connection),
         "services": heartbeat.services(connection),
     }
 
@@ -118,9 +121,12 @@ def status_text(document: Document) -> str:
     if any(document["assistant"].values()):
         told = tally(document["assistant"], assistant_work.MAX_COUNTED)
         lines.append(entry(f"assistant work: {told}", [("look", "sovereign-agent assistant status")]))
+    if told := effects.waiting_text(document["effects"]):
+        lines.append(entry(f"acts outside: {told}", [EFFECTS]))
     if not lines:
         lines.append(entry(f"{document['organization']} has no open outcome."))
-    paused = [entry("The ledger is paused: nothing new begins.", [RESUME])] if document["paused"] else []
+    why = [*pause_facts(document["paused_by"]), RESUME]
+    paused = [entry("The ledger is paused: nothing new begins.", why)] if document["paused"] else []
     return "\n".join([*paused, *lines, *map(service_text, document["services"])])
 
 
@@ -155,7 +161,7 @@ def _stuck(org: Organization, sow: Sow, tries: Sequence[Assignment]) -> Document
 
 def _stuck_text(stuck: Document, *, indent: int) -> str:
     lost = stuck["parked"]
-    waits = f"for a ruling: {len(lost)} workers were lost over it" if lost else ""
+    waits = f"for a ruling; workers lost over it: {len(lost)}" if lost else ""
     facts = [("asks", stuck["question"]), ("waits", waits), ("next", stuck["next"])]
     category = f" ({stuck['failure_category']})" if stuck["failure_category"] else ""
     return entry(f"{'parked: ' if lost else ''}{stuck['status']}{category}", facts, indent=indent)

@@ -17,10 +17,10 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
 from sovereign_agent.configuration import held_open, make_folder, replace_file
 from sovereign_agent.errors import AuthorityLost, ConstraintBroken, LedgerUnavailable, PolicyRefusal
+from sovereign_agent.records import new_id
 from sovereign_agent.storage.engine import Connection, Row, Transaction
 
 TABLE = "assistant_control"
@@ -58,7 +58,7 @@ class Control:
 
 def new_epoch() -> str:
     """A fresh ``epoch_<32 hex>``."""
-    return f"epoch_{uuid4().hex}"
+    return new_id("epoch")
 
 
 # --- the marker -------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def begin_epoch(connection: Connection, epoch: str, *, paused: bool, restoring: 
         ON CONFLICT (id) DO UPDATE
            SET epoch = excluded.epoch, paused = excluded.paused, restoring = excluded.restoring
         """,
-        (ledger_id or f"ledger_{uuid4().hex}", epoch, paused, restoring),
+        (ledger_id or new_id("ledger"), epoch, paused, restoring),
     )
 
 

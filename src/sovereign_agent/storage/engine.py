@@ -151,6 +151,13 @@ class Connection(ABC):
             self._first_error = error
             raise
 
+    def lock(self, sql: str, params: Sequence[Value] = ()) -> None:
+        """Keep the rows that this SELECT finds from changing until the transaction ends.
+
+        Where the whole ledger is locked anyway, nothing is asked of it.
+        """
+        self.execute(sql, params)
+
     def executemany(self, sql: str, rows: Sequence[Sequence[Value]]) -> int:
         """Run one statement for each row of parameters, in the caller's transaction; return how many rows changed.
 
@@ -308,15 +315,15 @@ def bind(params: Sequence[Value]) -> tuple[Value, ...]:
     Raises IllegalMove (categories ``invalid_text``, ``invalid_number``, ``invalid_value``) for NUL, lone
     surrogates, integers beyond 64 bits, and numbers that are not whole: PostgreSQL would round them unasked.
     """
-    return tuple(
-        [
-            value  # nearly all of them are such as these, and go as they are
-            if (type(value) is str and value.isascii() and "\0" not in value)
-            or (type(value) is int and SMALLEST <= value <= GREATEST)
-            else _bound(value)
-            for value in params
-        ]
-    )
+    for value in params:  # nearly all of them are such as these, and go as they are
+        if type(value) is str:
+            if "\0" in value or not value.isascii():
+                break
+        elif type(value) is not int or not SMALLEST <= value <= GREATEST:
+            break
+    else:
+        return tuple(params)
+    return tuple([_bound(value) for value in params])
 
 
 def _bound(value: Value) -> Value:

@@ -14,9 +14,10 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
+from operator import methodcaller
 from pathlib import Path
 from urllib.parse import quote
 
@@ -54,7 +55,7 @@ _SESSION = (
     f"journal_size_limit = {WAL_LIMIT_BYTES}",
     "schema_version",  # the first look into the file: whatever is wrong with it shows here
 )
-_READABLE = partial(str, encoding="utf-8", errors="replace")
+_READABLE = methodcaller("decode", "utf-8", "replace")
 """Text as it can be shown: bytes that somebody else wrote must not keep a reader from every other row."""
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -83,7 +84,7 @@ class SQLiteConnection(Connection):
         self.path = path
         self._clock = SystemClock()
         self._patience = patience
-        self._opened = status_of(path)
+        self._opened = _identity(path)
         self._in_use = threading.RLock()  # closed by another thread while it runs, a statement ends the interpreter
         self._raw = self._connect()
         super().__init__()
@@ -94,6 +95,9 @@ class SQLiteConnection(Connection):
 
     def now(self) -> datetime:
         return self._clock()
+
+    def lock(self, sql: str, params: Sequence[Value] = ()) -> None:
+        """Nothing to do: a transaction has the whole ledger."""
 
     def make_durable(self) -> None:
         """Switch the file to WAL, waiting for others who do the same, and believe only what SQLite answers."""
@@ -165,12 +169,12 @@ class SQLiteConnection(Connection):
             raise translated(error, self.path, self._holder) from error
 
     def _begin(self, *, ledger_lock: bool) -> None:
-        self._run("BEGIN IMMEDIATE", ())
+        self._command("BEGIN IMMEDIATE")
 
     def _commit(self) -> None:
         # SQLite itself would answer that it has committed, to a file that nobody will open again.
-        now = status_of(self.path)
-        if not (now and self._opened and os.path.samestat(now, self._opened)):
+        there = _identity(self.path)
+        if there is None or there != self._opened:
             raise LedgerUnavailable(
                 f"The ledger {self.path} was replaced while it was open.",
                 category="ledger_replaced",
@@ -178,7 +182,14 @@ class SQLiteConnection(Connection):
                 inspect=f"ls -li {self.path}*",
                 next_command="end every process that has it open, then sovereign-agent doctor",
             )
-        self._run("COMMIT", ())
+        self._command("COMMIT")
+
+    def _command(self, words: str) -> None:
+        try:
+            with self._in_use:
+                self._raw.execute(words)
+        except sqlite3.Error as error:
+            raise translated(error, self.path, self._holder) from error
 
     def _abandon(self) -> None:
         try:
@@ -273,6 +284,12 @@ def status_of(path: Path) -> os.stat_result | None:
         return None
     except OSError as error:
         raise _out_of_reach(path, str(error)) from error
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file it is, under whatever name; None when there is none."""
+    status = status_of(path)
+    return (status.st_dev, status.st_ino) if status else None
 
 
 def exists(path: Path, *, create: bool) -> bool:

@@ -32,7 +32,6 @@ from sovereign_agent.errors import AuthorityLost, IllegalMove, LedgerUnavailable
 from sovereign_agent.storage.sqlite import status_of, translated, writer_of
 
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-_LINKS = " On a disk without hard links no name can be given that surely overwrites nothing."
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _SEAL = ('INSERT INTO "backup_seal"', "CREATE TABLE backup_seal")
 _EXACTLY = partial(str, encoding="utf-8", errors="surrogateescape")
@@ -258,7 +257,7 @@ def _named(copy: Path) -> Generator[None]:
         raise LedgerUnavailable(
             f"{copy} was not written.",
             category="copy_unwritten",
-            why=f"uid {os.geteuid()}: {error}.{_LINKS if error.filename2 else ''}",
+            why=f"uid {os.geteuid()}: {error}.",
             inspect=f"ls -ld {copy.parent}; df -h {copy.parent}",
             next_command="make room there, or access, or name another place; then repeat the command",
         ) from error
@@ -277,7 +276,7 @@ def _give_name(temporary: Path, destination: Path, *, replacing: bool) -> None:
         temporary.replace(destination)
     else:
         try:
-            destination.hardlink_to(temporary)  # never over another's
+            _take_name(temporary, destination)
         except FileExistsError:
             raise _unwritten(destination, "backup_exists", "That name is taken.") from None
     try:
@@ -286,3 +285,18 @@ def _give_name(temporary: Path, destination: Path, *, replacing: bool) -> None:
         if not replacing:
             destination.unlink()
         raise
+
+
+def _take_name(temporary: Path, destination: Path) -> None:
+    """Give a file its name, and never another's: where there are no hard links, over an empty file made for that."""
+    try:
+        destination.hardlink_to(temporary)
+    except FileExistsError:
+        raise
+    except OSError:
+        _make_empty(destination)
+        try:
+            temporary.replace(destination)
+        except BaseException:
+            destination.unlink()
+            raise

@@ -72,7 +72,7 @@ class SQLiteReader(SQLiteConnection):
     def _begin(self, *, ledger_lock: bool) -> None:
         if not self._undisturbed():
             self._renew()
-        super()._begin(ledger_lock=ledger_lock)
+        self._run("BEGIN", ())
 
     def _renew(self) -> None:
         self._raw.close()

@@ -1,6 +1,7 @@
 """Testing: the kit for whoever builds on a ledger and wants to see it hold.
 
-invariants   every promise that a ledger makes, as the rows that would break it
+promises     what a ledger must hold at every instant, as the rows that would break it
+invariants   whether it does
 power_loss   the power goes at every point of a story, and what is left on the disk is opened
 recorder     what is written and synced below a folder, in its order
 torture      real processes, real signals, and then those promises

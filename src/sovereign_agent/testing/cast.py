@@ -1,19 +1,21 @@
 """Cast: the simulated processes, and what each can do next.
 
-    worker       hosts actors, runs assignments, answers messages, works on assistant items
+    worker       hosts actors, runs assignments, answers messages, works on assistant items, acts outside the house
     supervisor   ticks and sweeps
     planner      wants, plans, judges and calls off; fills the mailbox and the queue
-    operator     pauses, resumes, backs up, restores, begins epochs
+    operator     pauses, resumes, backs up, restores, begins epochs, says what became of acts outside
 
 An act is chosen by the dice and by what its process remembers, which may long be history: nobody is told that it has
 lost something before it is refused. Choosing only looks at the ledger; what is chosen can be done twice, with the same
 arguments.
-A program's work is not simulated, only what is asked of the ledger before, during and after it.
+A program's work is not simulated, only what is asked of the ledger before, during and after it. Outside is a count of
+what arrived there: nobody rolls it back, and only a person looks at it.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -21,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sovereign_agent import assistant_service, assistant_work, fencing, relay, runs, supervisor
+from sovereign_agent import assistant_service, assistant_work, effects, fencing, relay, runs, supervisor
 from sovereign_agent.clock import ManualClock
 from sovereign_agent.configuration import Settings
 from sovereign_agent.errors import AuthorityLost
@@ -50,6 +52,12 @@ MOST_OPEN = 6
 """How many outcomes, messages and items are wanted before some are finished."""
 
 MOST_BACKUPS = 3
+ACTS_OF_AN_ITEM = 3
+"""Each life of an item may try any of them, under the same operation ids."""
+
+FATES = ((True, "done"), (True, "done"), (True, effects.UNKNOWN), (False, effects.UNKNOWN), (False, "none"))
+"""Whether an act arrives, and what its worker sees of it."""
+
 PROPOSALS = (
     Proposal(ReceiptStatus.COMPLETED, "", "done", None),
     Proposal(ReceiptStatus.COMPLETED, "", "done", None),
@@ -80,6 +88,15 @@ class SimulatedOrganization(Organization):
 
 
 @dataclass
+class Act:
+    """What was let out of the house under a claim, and how its worker saw it end: not at all, before it has left."""
+
+    operation_id: str
+    claim: assistant_work.Claim
+    seen: str = "none"
+
+
+@dataclass
 class Memory:
     """What a process believes that it holds. Its end is the end of it."""
 
@@ -88,6 +105,7 @@ class Memory:
     receipts: dict[str, Receipt] = field(default_factory=dict[str, Receipt])
     messages: list[Message] = field(default_factory=list[Message])
     claims: list[assistant_work.Claim] = field(default_factory=list[assistant_work.Claim])
+    acts: list[Act] = field(default_factory=list[Act])
 
 
 class Process:
@@ -99,8 +117,10 @@ class Process:
     fault_odds = 0.1
     """How often an act of it meets a fault."""
 
-    def __init__(self, root: Path, settings: Settings, db: FaultyDatabase, clock: ProcessClock) -> None:
-        self.root, self.settings, self.db, self.clock = root, settings, db, clock
+    def __init__(
+        self, root: Path, settings: Settings, db: FaultyDatabase, clock: ProcessClock, outside: Counter[str]
+    ) -> None:
+        self.root, self.settings, self.db, self.clock, self.outside = root, settings, db, clock, outside
         self.life, self.wakes_at = 0, 0
         self.begin_life()
 
@@ -178,6 +198,8 @@ class Worker(Process):
         ("release_item", 1),
         ("retry_item", 1),
         ("delegate", 2),
+        ("act_outside", 4),
+        ("settle_act", 5),
     )
 
     def take_lease(self, dice: random.Random) -> Deed | None:
@@ -305,6 +327,35 @@ class Worker(Process):
         act = partial(assistant_work.delegate, deadline=deadline, budget=1, origin=origin)
         return self._under_a_claim(dice, act, "Look into it.")
 
+    def act_outside(self, dice: random.Random) -> Deed | None:
+        """Its intent first; once that is committed it leaves, and arrives or does not."""
+        claim = one(dice, self.memory.claims)
+        if claim is None:
+            return None
+        act, (arrives, seen) = Act(f"op_{claim.id}_{dice.randrange(ACTS_OF_AN_ITEM)}", claim), dice.choice(FATES)
+
+        def deed() -> None:
+            with self.db.transaction() as connection:
+                at = assistant_work.assert_current(connection, claim, self.now())
+                effects.intend(connection, act.operation_id, claim, tool="order", arguments="{}", at=at)
+                self.memory.acts.append(act)
+            act.seen = seen
+            self.outside[act.operation_id] += arrives
+
+        return about(dice, self.memory.claims, claim, deed)
+
+    def settle_act(self, dice: random.Random) -> Deed | None:
+        act = one(dice, self.memory.acts)
+        if act is None:
+            return None
+
+        def deed() -> None:
+            with self.db.transaction() as connection:
+                at = assistant_work.assert_current(connection, act.claim, self.now())
+                effects.settle(connection, act.operation_id, act.seen, at=at)
+
+        return about(dice, self.memory.acts, act, deed, gives_up=True)
+
     def _under_a_claim(
         self, dice: random.Random, act: Callable[..., object], *arguments: object, gives_up: bool = False
     ) -> Deed | None:
@@ -422,7 +473,15 @@ class Operator(Process):
     """Whoever has a whole ledger in hand. What it may do next depends on how the ledger stands."""
 
     fault_odds = 0.4  # its acts are few, and have many places to die in
-    acts = (("pause", 2), ("resume", 60), ("back_up", 4), ("restore", 5), ("new_epoch", 1), ("mend", 60))
+    acts = (
+        ("pause", 2),
+        ("resume", 60),
+        ("back_up", 4),
+        ("restore", 5),
+        ("new_epoch", 1),
+        ("mend", 60),
+        ("reconcile", 20),
+    )
 
     def pause(self, _dice: random.Random) -> Deed | None:
         paused = self.rows("SELECT paused FROM assistant_control")[0]
@@ -451,3 +510,11 @@ class Operator(Process):
             back = partial(assistant_service.roll_back_restore, self.db, actor=PRINCIPAL)
             return dice.choice((partial(assistant_service.finish_restore, self.db), back))
         return None if health.agrees else self.new_epoch(dice)
+
+    def reconcile(self, dice: random.Random) -> Deed | None:
+        """Look outside whether an act has arrived, and say so."""
+        effect = one(dice, effects.unsettled(self.db.connection))
+        if effect is None:
+            return None
+        found = "done" if self.outside[effect.operation_id] else "none"
+        return lambda: effects.reconcile(self.db, effect.operation_id, found, actor=PRINCIPAL, reason="a look outside")

@@ -4,8 +4,9 @@
 work; then it replays the events; and where a diary was kept, it replays that, and so knows every instant.
 
 The diary is a table of the ledger, written by triggers: each change of a lease, an attempt, a message, an item, each
-line of a transcript and each receipt, in one order, in the transaction that made the change. The code that is judged
-neither writes it nor knows of it. `DIARY` brings it to a ledger on SQLite (``db.extend("diary", DIARY)``).
+line of a transcript, each receipt, and each act outside the house with the word that ends all doubt of it, in one
+order, in the transaction that made the change. The code that is judged neither writes it nor knows of it. `DIARY`
+brings it to a ledger on SQLite (``db.extend("diary", DIARY)``).
 
 A time is compared only with a time that the same statement judged by: clocks may be wrong, and wrong differently.
 When a renewal happened is told by how long it lasts, as long as what it renews did when it was given.
@@ -15,12 +16,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from sovereign_agent.database import Connection, Migration, Row
-from sovereign_agent.testing.invariants import Promise, told, violations
+from sovereign_agent.testing.invariants import violations
+from sovereign_agent.testing.promises import Promise, told
 
 DIARY = (
     Migration(
@@ -71,16 +73,24 @@ CREATE TRIGGER diary_of_a_receipt AFTER INSERT ON receipts BEGIN
     INSERT INTO authority_diary (kind, key, holder, token, at, after_event) SELECT 'receipt', NEW.attempt_id,
         max(process_identity), max(fencing_token), NEW.created_at, (SELECT coalesce(max(seq), 0) FROM events)
         FROM actor_leases WHERE actor_id = NEW.actor_id; END;
+CREATE TRIGGER diary_of_an_act AFTER INSERT ON effects BEGIN
+    INSERT INTO authority_diary (kind, key, holder, token, at, after_event)
+        SELECT CASE epoch WHEN NEW.epoch THEN 'act' ELSE 'carried' END, NEW.work_id, NEW.operation_id,
+        NEW.generation, NEW.created_at, (SELECT coalesce(max(seq), 0) FROM events) FROM assistant_control; END;
+CREATE TRIGGER diary_of_a_word AFTER INSERT ON effect_ends WHEN NEW.actor <> '' OR NEW.outcome = 'none' BEGIN
+    INSERT INTO authority_diary (kind, key, after_event) VALUES ('word', NEW.operation_id,
+        (SELECT coalesce(max(seq), 0) FROM events)); END;
 """,
         1,
     ),
 )
 
 
-def breaches(connection: Connection, *, at_rest: bool = False) -> list[str]:
+def breaches(connection: Connection, *, at_rest: bool = False, outside: Mapping[str, int] | None = None) -> list[str]:
     """Name every lie in a sentence; an empty list means that the history holds none.
 
     With `at_rest` everybody is dead, all time has run out and the supervisors have ticked: nobody may hold anything.
+    `outside` is how often each act has arrived where it was sent, by its operation id, where somebody knows that.
     """
     events = connection.execute("SELECT * FROM events ORDER BY seq").rows
     promises = [*PROMISES, *AT_REST] if at_rest else PROMISES
@@ -89,6 +99,7 @@ def breaches(connection: Connection, *, at_rest: bool = False) -> list[str]:
         *(told(promise, row) for promise in promises for row in connection.execute(promise.broken)),
         *_grants_under_a_pause(events),
         *_items(connection, events),
+        *(_acts(connection, outside) if outside is not None else []),
         *(_Diary(connection, events).lies() if _has_diary(connection) else []),
     ]
 
@@ -242,6 +253,21 @@ def _items(connection: Connection, events: list[Row]) -> Iterator[str]:
             yield f"Item {row['id']} is {row['status']} in generation {row['generation']}, but its history is {made}."
 
 
+def _acts(connection: Connection, outside: Mapping[str, int]) -> Iterator[str]:
+    """What the ledger says of acts outside the house, beside what has arrived there."""
+    known = connection.execute(
+        "SELECT e.operation_id, n.outcome FROM effects e LEFT JOIN effect_ends n ON n.operation_id = e.operation_id"
+    ).rows
+    for act in outside.keys() - {row["operation_id"] for row in known}:
+        yield f"Act {act} was done, and the ledger does not know of it."
+    for act, times in outside.items():
+        if times > 1:
+            yield f"Act {act} was done {times} times."
+    for row in known:
+        if row["outcome"] in ("done", "none") and (row["outcome"] == "done") != bool(outside.get(row["operation_id"])):
+            yield f"Act {row['operation_id']} ended {row['outcome']}, says the ledger, and outside it did not."
+
+
 @dataclass
 class _Held:
     """How one key stands: who holds it under which token until when, given for how long. No holder: nobody does."""
@@ -261,6 +287,10 @@ class _Diary:
     events: list[Row]
     held: dict[tuple[str, str], _Held] = field(default_factory=lambda: defaultdict(_Held))
     newest: int = 0
+    era: int = 0
+    turn: str = ""
+    in_doubt: dict[str, int] = field(default_factory=dict[str, int])
+    """Each act that nobody has spoken of, and the era in which it left."""
 
     def __post_init__(self) -> None:
         self.of_subject: dict[str, list[Row]] = defaultdict(list)
@@ -289,7 +319,12 @@ class _Diary:
                 paused = PAUSES[turn["kind"]]
                 yield from self._revoked(turn)
             if row["kind"] == "line":
-                yield from self._line(row)
+                line = f"A line of generation {row['token']} of {row['key']} was written at {row['at']}"
+                yield from self._under_its_claim(row, line)
+            elif row["kind"] in ("act", "carried"):
+                yield from self._act(row, paused=paused)
+            elif row["kind"] == "word":
+                self.in_doubt.pop(row["key"], None)
             elif row["kind"] == "receipt":
                 yield from self._receipt(row)
             else:
@@ -299,8 +334,10 @@ class _Diary:
 
     def _revoked(self, turn: Row) -> Iterator[str]:
         """What is still held when another epoch begins. An attempt is only made to run out, for a supervisor."""
+        self.turn = turn["kind"]
         if turn["kind"] not in EPOCHS:
             return
+        self.era += 1
         for (kind, key), held in self.held.items():
             if held.holder and (kind != "attempt" or held.until > turn["at"]):
                 yield f"The {kind} {key} was still {held.holder}'s when event {turn['seq']} began another epoch."
@@ -348,15 +385,29 @@ class _Diary:
         later = (event for event in self.of_subject[row["key"]] if event["seq"] > row["after_event"])
         return next(later, None) if row["kind"] in ("message", "item") else None
 
-    def _line(self, row: Row) -> Iterator[str]:
+    def _act(self, row: Row, *, paused: bool) -> Iterator[str]:
+        """One that is about to leave; or one that a restore has carried over, which nobody else may."""
+        act = f"Act {row['holder']} left the house at {row['at']}"
+        older = [other for other, era in self.in_doubt.items() if era < self.era]
+        self.in_doubt[row["holder"]] = self.era - (row["kind"] == "carried")
+        if row["kind"] == "carried":
+            if self.turn != "authority.restored":
+                yield f"{act}, in an epoch that was over."
+            return
+        yield from self._under_its_claim(row, act)
+        if paused:
+            yield f"{act}, under a pause."
+        if older:
+            yield f"{act}, when nobody had spoken of {older[0]}, of an older epoch."
+
+    def _under_its_claim(self, row: Row, what: str) -> Iterator[str]:
         held, parent = self.held["item", row["key"]], self.parents.get(row["key"], "")
-        line = f"A line of generation {row['token']} of {row['key']} was written at {row['at']}"
         if not held.holder or held.token != row["token"]:
-            yield f"{line}, when its holder was {held.holder} in generation {held.token}."
+            yield f"{what}, when its holder was {held.holder} in generation {held.token}."
         elif row["at"] >= held.until:
-            yield f"{line}, and its claim lasted until {held.until}."
+            yield f"{what}, and its claim lasted until {held.until}."
         if any(e["kind"] == "work.canceled" and e["seq"] <= row["after_event"] for e in self.of_subject[parent]):
-            yield f"{line}, after its parent {parent} was canceled."
+            yield f"{what}, after its parent {parent} was canceled."
 
     def _receipt(self, row: Row) -> Iterator[str]:
         attempt = self.attempts[row["key"]]

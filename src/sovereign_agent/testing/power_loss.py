@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sovereign_agent import assistant_service, assistant_work, configuration, fencing, relay
+from sovereign_agent import assistant_service, assistant_work, configuration, effects, fencing, relay
 from sovereign_agent.database import LEDGER_NAME, Connection, Database, Transaction, sqlite_backup
 from sovereign_agent.errors import SovereignError
 from sovereign_agent.organization import Organization
@@ -174,6 +174,18 @@ def prepare(root: Path, story: str) -> None:
             assistant_service.backup(org.db, root / BACKUP)
             fencing.acquire_actor_lease(org.db, OPERATOR, "proc_before")
             org.send(MASTER, OPERATOR, "subject", "after the backup")
+        if story in {restore.__name__, epoch.__name__}:
+            _let_out(org.db)
+
+
+def _let_out(db: Database) -> None:
+    """An act that leaves the house after the backup, and whose end nobody has seen."""
+    assistant_work.enqueue(db, "origin", "session", "Order tea.")
+    claim = assistant_work.claim(db, "worker")
+    assert claim
+    with db.transaction() as connection:
+        at = assistant_work.assert_current(connection, claim)
+        effects.intend(connection, "op_before", claim, tool="order", arguments="{}", at=at)
 
 
 def record_of(story: str, box: Path) -> Recorder:
@@ -343,11 +355,21 @@ class Report:
     def __str__(self) -> str:
         ended = ", ".join(f"{count} {ending}" for ending, count in sorted(self.endings.items()))
         disks = self.endings.total()
-        return f"{self.cuts} cuts, {disks} different disks: {ended}; {len(self.findings)} findings"
+        return f"{self.cuts} cuts, {disks} different disks: {ended}; findings: {len(self.findings)}"
 
 
-def try_story(story: str, *, reorderings: int, seed: int = 0, at: Container[int] = EVERYWHERE) -> Report:
-    """Tell a story, cut it after each operation whose number is in `at` and after the last; judge what may be left."""
+def try_story(
+    story: str,
+    *,
+    reorderings: int,
+    seed: int = 0,
+    at: Container[int] = EVERYWHERE,
+    tell: Callable[[str], object] = bool,
+) -> Report:
+    """Tell a story, cut it after each operation whose number is in `at` and after the last; judge what may be left.
+
+    `tell` hears before each cut how far that is.
+    """
     report, chance, seen = Report(), random.Random(f"{seed} {story}"), set[int]()  # noqa: S311 - to be repeated
     with tempfile.TemporaryDirectory(prefix="power-loss-", dir=_quick()) as box:
         Path(box, "told").mkdir()
@@ -360,6 +382,7 @@ def try_story(story: str, *, reorderings: int, seed: int = 0, at: Container[int]
             if cut.number not in at and cut.number != len(recorder.operations):
                 continue
             report.cuts += 1
+            tell(f"{story}: cut {cut.number} of {len(recorder.operations)}")
             for fate in fates(cut.pending, chance, reorderings):
                 files = cut.durable.after(fate).files()
                 known = hash((cut.moment, tuple(sorted(files.items()))))
@@ -470,14 +493,22 @@ def main() -> int:
     parser.add_argument("--reorderings", type=int, default=20, help="random choices at each cut")
     parser.add_argument("--seed", type=int, default=0, help="of those choices")
     options = parser.parse_args()
-    found = 0
+    if unknown := set(options.stories) - STORIES.keys():
+        parser.error(f"there is no story {min(unknown)!r}; there are {', '.join(STORIES)}")
+    found, tell = 0, _on_one_line if sys.stderr.isatty() else bool
     for story in options.stories or STORIES:
-        report = try_story(story, reorderings=options.reorderings, seed=options.seed)
+        report = try_story(story, reorderings=options.reorderings, seed=options.seed, tell=tell)
+        tell("")
         print(f"{story:12} {report}", flush=True)  # noqa: T201 - printing is how it answers
         for finding in report.findings:
             print(f"  {finding}")  # noqa: T201
         found += len(report.findings)
     return 1 if found else 0
+
+
+def _on_one_line(told: str) -> None:
+    """Show how far it is, in place of what stood there."""
+    print(f"\r\x1b[K{told}", end="", file=sys.stderr, flush=True)  # noqa: T201 - as in `main`
 
 
 if __name__ == "__main__":

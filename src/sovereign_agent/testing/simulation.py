@@ -7,9 +7,9 @@ Workers, supervisors, a planner and an operator take turns on one ledger in one 
 real SQLite file, a clock that moves only when told to, and faults at the boundaries of transactions. Each step's dice
 are thrown by the seed and the step's number, so a seed can be played again without some of its steps; that is how the
 history of a lie is made short. When the last step is done everybody dies, all time runs out, a supervisor ticks, and
-`checker` reads the ledger. Whoever played is not asked.
+`checker` reads the ledger, and what arrived outside of the house. Whoever played is not asked.
 
-A fault that never struck, or an act that never succeeded, fails the run: what did not happen was not tested.
+A fault that never struck, or an act that never succeeded, fails a whole run: what did not happen was not tested.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Sequence
@@ -25,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +129,12 @@ class World:
         self.report = Report(seeds=1)
         self.trace: list[str] = []
         settings = configuration.load(root)
+        self.outside = Counter[str]()
         self.players: list[Process] = []
         for player in CAST:
             clock = ProcessClock(self.clock)
             db = FaultyDatabase(root / LEDGER_NAME, clock, self.report.faults)
-            self.players.append(player(root, settings, db, clock))
+            self.players.append(player(root, settings, db, clock, self.outside))
 
     def close(self) -> None:
         """Close every session."""
@@ -165,6 +167,8 @@ class World:
                 answers.append(self._answer(player, name, deed))
             self.trace.append(f"{number} {self.players.index(player)} {name} {' '.join(answers)}")
         if player.db.dead:
+            for act in player.memory.acts:
+                self._count(Fault.ARRIVED if self.outside[act.operation_id] else Fault.NOT_ARRIVED)
             player.begin_life()
         player.db.plan(None)
 
@@ -225,8 +229,10 @@ class World:
             while claims := assistant_work.claim_many(player.db, player.identity, 100, now=player.now(), role=role):
                 for claim in claims:
                     assistant_work.finish(player.db, claim, "DONE", now=player.now())
-        for sentence in breaches(player.db.connection, at_rest=True):
+        for sentence in breaches(player.db.connection, at_rest=True, outside=self.outside):
             self._fail(sentence)
+        carried = player.db.connection.execute("SELECT count(*) FROM authority_diary WHERE kind = 'carried'")
+        self.report.faults[Fault.CARRIED_OVER] += carried.rows[0][0]
 
 
 def play(template: Path, seed: int, steps: Iterable[int]) -> tuple[Report, list[str]]:
@@ -270,15 +276,15 @@ def replay_line(seed: int, steps: Sequence[int]) -> str:
     return f"sovereign-agent simulate --seed {seed}{which}"
 
 
-def shortest_replay(seed: int) -> str:
+def shortest_replay(seed: int, *, within: Path | None = None) -> str:
     """What to type to see as little of a failing history as still fails."""
-    with _scratch() as folder:
+    with scratch(within) as folder:
         return replay_line(seed, shrunk(make_template(folder), seed, range(STEPS)))
 
 
-def replayed(seed: int, steps: Sequence[int]) -> tuple[list[str], list[str]]:
+def replayed(seed: int, steps: Sequence[int], *, within: Path | None = None) -> tuple[list[str], list[str]]:
     """One history again, or only these steps of it: what happened at each step, and the lies."""
-    with _scratch() as folder:
+    with scratch(within) as folder:
         report, trace = play(make_template(folder), seed, steps)
     return trace, report.failures.get(seed, [])
 
@@ -301,15 +307,17 @@ def make_template(folder: Path) -> Path:
     return root
 
 
-def run(seeds: Collection[int], *, steps: int = STEPS, processes: int | None = None) -> Report:
+def run(
+    seeds: Collection[int], *, steps: int = STEPS, processes: int | None = None, within: Path | None = None
+) -> Report:
     """Play every seed, on as many processes as there are processors, and report what was seen."""
     begun = monotonic()
     report = Report()
-    with _scratch() as folder:
+    with scratch(within) as folder:
         template = make_template(folder)
         ordered = [*seeds]
         portions = [ordered[start : start + SEEDS_AT_ONCE] for start in range(0, len(ordered), SEEDS_AT_ONCE)]
-        with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        with crew(processes) as pool:
             for each in pool.map(partial(_play_all, template, steps), portions):
                 report.add(each)
     report.seconds = monotonic() - begun
@@ -324,9 +332,24 @@ def _play_all(template: Path, steps: int, seeds: Sequence[int]) -> Report:
 
 
 @contextmanager
-def _scratch() -> Generator[Path]:
+def crew(processes: int | None = None) -> Generator[ProcessPoolExecutor]:
+    """So many processes to play in, else one a processor. Whatever ends the play early ends them at once."""
+    others = active_children()
+    deaf = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started them
+    with ProcessPoolExecutor(processes or os.cpu_count(), get_context("spawn"), deaf) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for each in active_children():
+                if each not in others:
+                    each.kill()
+            raise
+
+
+@contextmanager
+def scratch(within: Path | None = None) -> Generator[Path]:
     """A folder for ledgers that need not outlive the run: in memory where the system offers that."""
     memory = Path("/dev/shm")  # noqa: S108 - the folder made in it is for its owner alone
-    where = memory if os.access(memory, os.W_OK) else None
+    where = within or (memory if os.access(memory, os.W_OK) else None)
     with tempfile.TemporaryDirectory(prefix="sovereign-simulation-", dir=where) as folder:
         yield Path(folder)

@@ -195,6 +195,7 @@ CREATE TABLE messages (
     CHECK ((state = 'NEW') = (claim_expires_at IS NULL))
 ) <strict>;
 CREATE INDEX messages_new ON messages (recipient, ready_at, seq) WHERE state = 'NEW';
+CREATE INDEX messages_dead ON messages (recipient, seq) WHERE state = 'DEAD';
 CREATE INDEX messages_claimed ON messages (claim_expires_at) WHERE state = 'CLAIMED';
 CREATE INDEX messages_claimed_by_recipient ON messages (recipient, claim_expires_at) WHERE state = 'CLAIMED';
 

@@ -45,6 +45,7 @@ CREATE INDEX assistant_work_queue ON assistant_work (role, control DESC, seq)
 CREATE INDEX assistant_work_session_queue ON assistant_work (session, role, control DESC, seq)
     WHERE status = 'READY' AND available_at = 0;
 CREATE INDEX assistant_work_parked ON assistant_work (seq) WHERE status = 'PARKED';
+CREATE INDEX assistant_work_blocked ON assistant_work (seq) WHERE status = 'BLOCKED';
 
 -- home: assistant_work
 CREATE TABLE assistant_transcript (
