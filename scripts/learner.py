@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import nbformat
 import psutil
+from expectation import matches
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from traitlets.config import Config
@@ -192,17 +193,6 @@ def unexpected(notebook: Notebook, printed: list[str]) -> Iterator[str]:
         if cell.expected is not None and not matches(cell.expected, printed[at]):
             shown = ["expected", *indents(cell.expected), "printed", *indents(printed[at])]
             yield indented(f"{where(notebook, at)} printed something else", shown)
-
-
-def matches(expected: str, printed: str) -> bool:
-    """Whether a text is as expected: ``...`` is anything within a line, and alone on one any number of lines."""
-    lines = [line.rstrip() for line in expected.rstrip().splitlines()]
-    pattern = "".join(
-        r"(?:.*\n)*?" if line.strip() == "..." else f"{re.escape(line).replace(re.escape('...'), '.*')}\n"
-        for line in lines
-    )
-    text = "".join(f"{line.rstrip()}\n" for line in printed.rstrip().splitlines())
-    return re.fullmatch(pattern, text) is not None
 
 
 def misjudged(notebook: Notebook, printed: str) -> Iterator[str]:

@@ -3,8 +3,7 @@
     verify_curriculum.py             both
     verify_curriculum.py documents   README.md, CONTRIBUTING.md, docs/ and book/: each path in backticks that begins
                                      with a folder of this project exists, each relative link leads to a file and to
-                                     a heading in it, and the tests named as ``tests/file.py::name`` are there; and
-                                     Chapter 6 shows what its program prints
+                                     a heading in it, and the tests named as ``tests/file.py::name`` are there
     verify_curriculum.py notebooks   each notebook runs from top to bottom in a fresh kernel, on every Python from
                                      3.11 that is found, where only its own set-up cell can bring our code; each cell
                                      prints what its chapter shows; a student's edition ends in NEEDS_WORK, an
@@ -18,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -28,9 +26,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CHAPTER = Path("book/ch06_the_organization_recovers")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "book/**/*.md")
-PROGRAM_SECONDS = 120
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 NAMED = re.compile(r"`((?:src|tests|scripts|docs|book|benchmarks|\.ci)/[^`\s]*)`")
 LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*)(#[^)\s]*)?[^)]*\)")
@@ -64,9 +60,9 @@ def main() -> int:
 def verify_documents(root: Path) -> list[str]:
     """What the documents name and the tree does not have."""
     documents = [path for pattern in DOCUMENTS for path in sorted(root.glob(pattern))]
-    problems = [*(problem for document in documents for problem in missing(root, document)), *chapter(root)]
+    problems = [problem for document in documents for problem in missing(root, document)]
     if not problems:
-        print(f"documents: {len(documents)} point at what exists, and Chapter 6 shows what its program prints")
+        print(f"documents: {len(documents)} point at what exists")
     return problems
 
 
@@ -97,33 +93,6 @@ def anchors(document: Path) -> set[str]:
         name = re.sub(r"[^\w\- ]", "", LINK.sub("]", heading).lower()).replace(" ", "-")
         names.append(name if name not in names else f"{name}-{names.count(name)}")
     return {*names, *ANCHOR.findall(text)}
-
-
-def chapter(root: Path) -> Iterator[str]:
-    """Whether Chapter 6's program says how it is used, and prints what the chapter shows."""
-    program, page = root / CHAPTER / "solution.py", root / CHAPTER / "chapter.md"
-    for path in (program, page):
-        if not path.is_file():
-            yield f"{path.relative_to(root).as_posix()} does not exist"
-            return
-    with tempfile.TemporaryDirectory(prefix="chapter-") as box:
-        helped, solved = (started(root, program, *words) for words in (["--help"], ["--root", f"{box}/shop"]))
-    name = program.relative_to(root).as_posix()
-    if helped.returncode != 0 or "usage" not in helped.stdout.lower():
-        yield f"{name} --help exits {helped.returncode} and prints no usage"
-    if solved.returncode != 0:
-        yield f"{name} exits {solved.returncode}: {solved.stdout}{solved.stderr}"
-    elif solved.stdout.strip() not in page.read_text(encoding="utf-8"):
-        yield f"{name} prints what {page.relative_to(root).as_posix()} does not show:\n{solved.stdout}"
-
-
-def started(root: Path, program: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """A run of one of the book's programs."""
-    environment = os.environ | {"PYTHONPATH": str(root / "src")}
-    command = [sys.executable, str(program), *words]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=PROGRAM_SECONDS, check=False
-    )
 
 
 # -- notebooks

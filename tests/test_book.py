@@ -111,6 +111,11 @@ def test_the_root_may_be_relative_and_the_working_directory_any(tmp_path):
     assert (tmp_path / "shop" / "sovereign.toml").exists()
 
 
+def test_its_help_says_how_it_is_used():
+    helped = subprocess.run([sys.executable, str(SOLUTION), "--help"], capture_output=True, text=True, check=True)
+    assert "--root" in helped.stdout
+
+
 def test_a_root_that_is_a_file_is_refused_in_words(tmp_path):
     (tmp_path / "file").write_text("mine")
     for root in (tmp_path / "file", tmp_path / "file" / "below"):

@@ -40,13 +40,15 @@ from typing import Any
 
 import pytest
 import tomlkit
+from expectation import matches
 from sybil import Document, Example, Region, Sybil
 from sybil.parsers.markdown.lexers import DirectiveInHTMLCommentLexer, RawFencedCodeBlockLexer
 
 from sovereign_agent import cli, configuration
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = sorted([REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *REPOSITORY.glob("docs/**/*.md")])
+FRONT = (REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "book" / "README.md")
+PAGES = sorted([*FRONT, *REPOSITORY.glob("docs/**/*.md")])
 WORDS = {
     "out": "OUTCOME",
     "sow": "SOW",
@@ -68,11 +70,11 @@ NOT_RUN = Counter(
         ("CONTRIBUTING.md", "console", "of the checkout, minutes"): 1,
         ("README.md", "console", "of the checkout, minutes"): 1,
         ("README.md", "console", "of the checkout"): 1,
+        ("book/README.md", "console", "of the checkout, minutes"): 1,
         ("docs/how-to/move-to-postgresql.md", "console", "needs a server of yours"): 1,
         ("docs/how-to/put-a-model-behind-a-claim.md", "console", "needs a key"): 1,
         ("docs/how-to/run-a-fleet.md", "console", "needs systemd"): 1,
         ("docs/how-to/serve-an-assistant.md", "console", "needs a key, and stays"): 1,
-        ("docs/how-to/teach-a-unit.md", "console", "of the checkout, minutes"): 1,
     }
 )
 """Every block that is not run: its page, its language, and why."""
@@ -126,15 +128,6 @@ class Shell:
         for pipe in (self._bash.stdin, self._bash.stdout):
             if pipe:
                 pipe.close()
-
-
-def matches(expected: str, seen: str) -> bool:
-    """Whether this was seen, up to what ``...`` stands for."""
-    lines = [
-        r"(?:.*\n)*?" if line.strip() == "..." else ".*".join(map(re.escape, line.rstrip().split("..."))) + r"[ ]*\n"
-        for line in expected.strip("\n").split("\n")
-    ]
-    return re.fullmatch("".join(lines), seen.rstrip("\n") + "\n") is not None
 
 
 def commands(source: str) -> Iterator[tuple[str, str]]:
@@ -250,6 +243,10 @@ def read(example: Example) -> None:
     READERS[language](example, shell)
 
 
+def named(page: Path) -> str:
+    return page.relative_to(REPOSITORY).as_posix()
+
+
 def parsed(page: Path) -> Document:
     return Sybil(parsers=[blocks]).parse(page)
 
@@ -269,7 +266,7 @@ def shell_in(folder: Path, **more: str) -> Iterator[Shell]:
 
 
 @pytest.mark.timeout(300)  # dozens of processes, on a machine that may have others
-@pytest.mark.parametrize("page", [page for page in PAGES if "```" in page.read_text()], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if "```" in page.read_text()], ids=named)
 def test_a_page_holds_what_it_says(page, tmp_path, request):
     document = parsed(page)
     more = {}
@@ -281,7 +278,7 @@ def test_a_page_holds_what_it_says(page, tmp_path, request):
             example.evaluate()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if COMMAND_IN_A_SENTENCE.search(page.read_text())])
+@pytest.mark.parametrize("page", [page for page in PAGES if COMMAND_IN_A_SENTENCE.search(page.read_text())], ids=named)
 def test_a_command_in_a_sentence_exists(page):
     for command in COMMAND_IN_A_SENTENCE.findall(page.read_text()):
         exists(command)
@@ -289,7 +286,7 @@ def test_a_command_in_a_sentence_exists(page):
 
 def test_every_block_that_is_not_run_is_known():
     notes = Counter(
-        (page.relative_to(REPOSITORY).as_posix(), lexemes["language"], lexemes["note"].removeprefix("not-run: "))
+        (named(page), lexemes["language"], lexemes["note"].removeprefix("not-run: "))
         for page in PAGES
         for lexemes in (example.region.lexemes for example in parsed(page))
         if lexemes.get("note", "").startswith("not-run: ")

@@ -299,13 +299,9 @@ def test_a_table_without_a_home_fails(ledger, schema):
 # -- the curriculum
 
 
-CHAPTER = "book/ch06_the_organization_recovers"
-
-
 @pytest.fixture
 def curriculum(tmp_path):
-    put(tmp_path, f"{CHAPTER}/solution.py", 'print("usage: solution.py [--help]")\n')
-    put(tmp_path, f"{CHAPTER}/chapter.md", "It prints:\n\n```\nusage: solution.py [--help]\n```\n")
+    put(tmp_path, "book/ch99/chapter.md", "[Up](../../README.md)\n")
     put(tmp_path, "tests/test_a.py", "def test_b():\n    pass\n")
     put(
         tmp_path,
@@ -341,22 +337,6 @@ def test_documents_that_point_at_what_exists_pass(curriculum):
 def test_a_document_that_points_nowhere_fails(curriculum, text):
     put(curriculum, "docs/b.md", text)
     assert "docs/b.md" in fails("verify_curriculum.py", curriculum, "documents")
-
-
-@pytest.mark.parametrize(
-    "program",
-    ["", 'print("usage: solution.py [--help]")\nraise SystemExit(3)\n', 'print("usage: another")\n'],
-    ids=["silent", "failing", "prints-something-else"],
-)
-def test_a_chapter_whose_program_does_not_do_what_it_shows_fails(curriculum, program):
-    put(curriculum, f"{CHAPTER}/solution.py", program)
-    assert f"{CHAPTER}/solution.py" in fails("verify_curriculum.py", curriculum, "documents")
-
-
-@pytest.mark.parametrize("name", ["solution.py", "chapter.md"])
-def test_a_chapter_without_its_program_or_its_page_fails(curriculum, name):
-    (curriculum / CHAPTER / name).unlink()
-    assert f"{CHAPTER}/{name}" in fails("verify_curriculum.py", curriculum, "documents")
 
 
 # -- mutations
