@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
+from uuid import uuid4
 
 from sovereign_agent import journal, outcomes
 from sovereign_agent.clock import EPOCH, Clock, micros
@@ -55,8 +56,8 @@ EXECUTION_ATTEMPT_MAXIMUM = timedelta(hours=24)
 
 
 def new_process_identity() -> str:
-    """A fresh ``proc_<32 hex>``. PIDs are reused by the operating system; these are not."""
-    return new_id("proc")
+    """A fresh ``proc_<uuid4 hex>``. PIDs are reused by the operating system; these are not."""
+    return f"proc_{uuid4().hex}"
 
 
 def admitted_token(connection: Connection) -> tuple[int, int | None]:
