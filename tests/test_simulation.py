@@ -64,7 +64,9 @@ def test_a_fault_that_never_struck_and_an_act_that_never_succeeded_are_named_and
 def test_who_asks_for_histories_gets_no_orders_and_a_lie_in_one_fails_the_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main(["simulate", "--seeds", "2", "--json"]) == 0
+    a_few_orders = simulate_verb._chosen(["last delivery"])
+    monkeypatch.setattr(simulate_verb, "_chosen", lambda _: a_few_orders)
+    assert cli.main(["simulate", "--seeds", "2", "--faults", "0", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["interleavings"], told["histories"]["seeds"], told["good"]) == ([], 2, True)
     monkeypatch.setattr(simulation, "run", lambda *_, **__: simulation.Report(seeds=2, failures={0: ["a lie"]}))

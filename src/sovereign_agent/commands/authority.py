@@ -30,7 +30,7 @@ def paused_by(connection: Connection) -> Event | None:
     from sovereign_agent.database import authority
 
     control = authority.find_control(connection)
-    newest = journal.events_of(connection, control.ledger_id, limit=1) if control and control.paused else []
+    newest = journal.events_of(connection, control.ledger_id, limit=1) if control else []
     return next((event for event in newest if event.kind != "authority.resumed"), None)
 
 
