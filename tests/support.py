@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import tomlkit
 
 from sovereign_agent import configuration, fencing, journal, outcomes
@@ -458,3 +459,15 @@ def _traces(folder: Path) -> dict[str, tuple[object, ...]]:
         str(each): (each.stat().st_mtime_ns, each.stat().st_size, each.is_file() and each.read_bytes())
         for each in [folder, *folder.rglob("*")]
     }
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """The processes other than this one that were started for a folder, wherever they hang in the tree by now."""
+    found = list[psutil.Process]()
+    for process in psutil.process_iter(["cwd", "cmdline", "environ", "status"]):
+        about = process.info
+        places = [about["cwd"] or "", *(about["cmdline"] or []), *(about["environ"] or {}).values()]
+        started_for_it = any(str(folder) in place for place in places)
+        if started_for_it and about["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+            found.append(process)
+    return found

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support import eventually
+from support import eventually, processes_of
 
 from sovereign_agent import liveness, records
 from sovereign_agent.configuration import FILE_NAME
@@ -82,16 +82,6 @@ def solve(root, **options):
 
 def files(root):
     return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
-def processes_of(root):
-    """The processes that were started for an organization, wherever they hang in the tree by now."""
-    found = []
-    for process in psutil.process_iter(["cwd", "cmdline", "status"]):
-        places = [process.info["cwd"] or "", *(process.info["cmdline"] or [])]
-        if process.info["status"] != psutil.STATUS_ZOMBIE and any(str(root) in place for place in places):
-            found.append(process)
-    return found
 
 
 def test_the_exercise_prints_what_the_chapter_expects_again_and_again(tmp_path):

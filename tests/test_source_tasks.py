@@ -14,9 +14,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
-from support import eventually
+from support import eventually, processes_of
 
 ROOT = Path(__file__).parent.parent
 HARNESS = "book/always_on/exercises/source_tasks_v1.py"
@@ -82,16 +81,6 @@ def saved(handoff, tmp_path):
 
 def originals():
     return {path: path.read_bytes() for path in (ROOT / "src").rglob("*.py")}
-
-
-def processes_of(folder):
-    """The processes that were started for a run, wherever they hang in the tree by now."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "environ", "status"]):
-        places = [*(process.info["cmdline"] or []), *(process.info["environ"] or {}).values()]
-        if process.info["status"] != psutil.STATUS_ZOMBIE and any(str(folder) in place for place in places):
-            found.append(process)
-    return [process for process in found if process.pid != os.getpid()]
 
 
 def judged(task, source):
