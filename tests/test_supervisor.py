@@ -1157,11 +1157,13 @@ def interrupted_by(number: signal.Signals) -> bool:
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """Put the handlers of both signals back after a test that had them taken away."""
+    """Put the handlers of both signals back after a test that had them taken away, and hear both."""
     before = {number: signal.getsignal(number) for number in supervisor.STOP_SIGNALS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @pytest.mark.usefixtures("handlers")
@@ -1174,6 +1176,26 @@ def test_the_first_signal_interrupts_and_any_further_one_does_nothing(
         seen = [one_came(), interrupted_by(first), one_came(), interrupted_by(second), one_came()]
     assert seen == [False, True, True, False, True]
     assert [signal.getsignal(number) for number in supervisor.STOP_SIGNALS] == [signal.SIG_IGN] * 2
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("came", [True, False])
+def test_no_signal_is_heard_while_the_handlers_change_back(monkeypatch: pytest.MonkeyPatch, *, came: bool) -> None:
+    """Python prints a trace of a signal that it noted for a handler and finds ignored: "due to race condition"."""
+
+    def noting(*change: Any) -> Any:
+        held.append(blocked())
+        return sets(*change)
+
+    def blocked() -> list[signal.Signals]:
+        return sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*supervisor.STOP_SIGNALS})
+
+    held: list[list[signal.Signals]] = []
+    sets = signal.signal
+    with monkeypatch.context() as while_it_lasts, supervisor.first_signal_interrupts():
+        while_it_lasts.setattr(signal, "signal", noting)
+        assert interrupted_by(signal.SIGINT) if came else not blocked()
+    assert (held, blocked()) == ([sorted(supervisor.STOP_SIGNALS)] * 2, [])
 
 
 @pytest.mark.usefixtures("handlers")
