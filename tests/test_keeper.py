@@ -42,7 +42,17 @@ from support import (
     works,
 )
 
-from sovereign_agent import assistant_service, configuration, fencing, journal, liveness, organization, outcomes, runs
+from sovereign_agent import (
+    assistant_service,
+    configuration,
+    fencing,
+    journal,
+    liveness,
+    organization,
+    outcomes,
+    runs,
+    supervisor,
+)
 from sovereign_agent.clock import ManualClock, micros, monotonic
 from sovereign_agent.configuration import load
 from sovereign_agent.database import Database
@@ -868,6 +878,14 @@ def test_a_folder_on_another_host_is_left_to_a_supervisor_there(
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     assert tick(org).reclaim_pending == ()
     assert (org.root / ".sovereign" / "runs" / attempts[0].id / "receipt.json").exists()
+
+
+def test_a_report_names_the_first_folders_on_other_hosts_and_no_more_than_a_page(
+    org: Organization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = [lose(org, governed_work(org)[2], host="elsewhere") for _ in range(3)]
+    monkeypatch.setattr(supervisor, "PENDING_SHOWN", 2)
+    assert tick(org).reclaim_pending == tuple(sorted(each.id for each in attempts)[:2])
 
 
 def test_a_run_says_where_it_runs(org: Organization, monkeypatch: pytest.MonkeyPatch) -> None:

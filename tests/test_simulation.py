@@ -111,6 +111,9 @@ def test_a_simulation_that_is_ended_leaves_neither_a_folder_nor_a_process(
         for each in (process, *crew):
             with suppress(psutil.NoSuchProcess):
                 each.kill()
+        process.wait()
+        for pipe in filter(None, (process.stdout, process.stderr)):
+            pipe.close()  # left open, they would fail the next test in the place of this one
 
 
 def simulate(*options: str) -> list[str]:

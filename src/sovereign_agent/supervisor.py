@@ -80,17 +80,15 @@ def tick(org: Organization, clock: Clock | None = None) -> SupervisorReport:
     problems: list[str] = []
     leases = _unless_broken(lambda: fencing.expired_actor_leases(org.db, clock), "leases", problems)
     swept = _unless_broken(lambda: [*relay.sweep_expired_claims(org.db, clock).items()], "mailbox claims", problems)
-    recovered = _recover(org, clock, problems)
+    ended = tuple(receipt.assignment_id for receipt in _recover(org, clock, problems))
     pending, folders = _apply_workspace_policies(org, problems)
     problems += [
         f"Assignment {one} is RUNNING without an ACTIVE attempt." for one in fencing.orphans(org.db.connection)
     ]
     org.db.note_progress()
-    ended = tuple(receipt.assignment_id for receipt in recovered)
-    shown = tuple(pending[:PENDING_SHOWN])
     back = tuple(one for one, state in swept if state is MessageState.NEW)
     dead = tuple(one for one, state in swept if state is MessageState.DEAD)
-    return SupervisorReport(tuple(leases), back, ended, tuple(problems), shown, folders, dead)
+    return SupervisorReport(tuple(leases), back, ended, tuple(problems), tuple(pending[:PENDING_SHOWN]), folders, dead)
 
 
 def recover_abandoned_assignments(org: Organization, clock: Clock | None = None) -> tuple[Receipt, ...]:
@@ -264,5 +262,7 @@ def first_signal_interrupts() -> Generator[Callable[[], bool]]:
     try:
         yield lambda: bool(came)
     finally:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # Python complains of one that lands in between
         for number, handler in before.items():  # whoever asked twice must not be answered while we tidy up
             signal.signal(number, signal.SIG_IGN if came else handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
