@@ -227,6 +227,18 @@ def test_a_failing_history_is_made_shorter_fails_again_and_holds_once_the_clause
     assert cli.main(line.split()[1:]) == 0
 
 
+def test_what_fails_without_any_step_is_shortened_to_one_because_a_replay_names_at_least_one(
+    template: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulation, "breaches", lambda *_, **__: ["a lie"])
+    assert len(shrunk(template, 0, range(3))) == 1
+
+
+def test_steps_without_the_history_they_are_of_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--only", "3"]) == 2
+    assert "--seed" in capsys.readouterr().err
+
+
 # --- the checker is checked -------------------------------------------------------------------------------
 
 
@@ -376,9 +388,10 @@ PLANTS = {
     ],
     "A line .+, after its parent": [
         (
-            "UPDATE events SET kind = 'work.canceled', detail = '{\"session\":\"\"}', subject ="
+            f"UPDATE events SET kind = 'work.{end}', detail = '{{\"session\":\"\"}}', subject ="
             f" (SELECT parent_id FROM assistant_delegations WHERE {CHILD_WITH_LINES}) WHERE seq = 1"
-        ),
+        )
+        for end in ("canceled", "done", "blocked")
     ],
     "Act .+, when its holder was": [
         "UPDATE authority_diary SET token = token + 1 WHERE kind = 'act'",

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -18,7 +19,7 @@ import pytest
 from conftest import ENGINES, Location, Server
 from support import answer, child, eventually, new_assignment, receipt_for, traces
 
-from sovereign_agent import assistant_work, effects, fencing, organization, relay, supervisor
+from sovereign_agent import assistant_work, cli, effects, fencing, organization, relay, supervisor
 from sovereign_agent.clock import ManualClock, moment
 from sovereign_agent.database import Connection, Database
 from sovereign_agent.errors import AuthorityLost
@@ -458,6 +459,12 @@ def test_a_ledger_that_cannot_be_reached_is_no_torture(tmp_path: Path) -> None:
     ended = subprocess.run(torture(tmp_path, "--ledger", unreachable), capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (4, "")
     assert "cannot be used" in ended.stderr
+
+
+def test_a_torture_that_does_not_begin_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert cli.main(["torture", "--ledger", f"postgresql://nobody@/nothing?host={tmp_path}"]) == 4
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nobody_s_ledger_is_tortured(location: Location) -> None:

@@ -78,6 +78,8 @@ def simulate(
     from sovereign_agent.supervisor import first_signal_interrupts
     from sovereign_agent.testing.simulation import scratch
 
+    if only and seed is None:
+        raise typer.BadParameter("--only chooses steps of the history that --seed names.")
     with first_signal_interrupts(), scratch(root) as folder:
         if replay:
             _replay(replay, folder, as_json=json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,7 +48,12 @@ def torture(
 
     folder = (root or Path(tempfile.mkdtemp(prefix="sovereign-torture-"))).resolve()
     chosen = secrets.randbelow(2**32) if seed is None else seed
-    report = play(Options(folder, seconds, workers, chosen, ledger))
+    try:
+        report = play(Options(folder, seconds, workers, chosen, ledger))
+    finally:
+        if root is None:
+            with suppress(OSError):  # what holds something is kept
+                folder.rmdir()
     answer(report, story(report), as_json=json)
     if root is None and report["good"]:
         shutil.rmtree(folder, ignore_errors=True)

@@ -201,6 +201,7 @@ ITEM_MOVES = {
 }
 BY_ITS_HOLDER = ("message.done", "work.done", "work.blocked", "work.released", "work.retried")
 BY_TIME = ("message.swept", "work.lost", "work.parked")
+ENDS = ("work.done", "work.blocked", "work.canceled")
 
 
 def _has_diary(connection: Connection) -> bool:
@@ -406,8 +407,8 @@ class _Diary:
             yield f"{what}, when its holder was {held.holder} in generation {held.token}."
         elif row["at"] >= held.until:
             yield f"{what}, and its claim lasted until {held.until}."
-        if any(e["kind"] == "work.canceled" and e["seq"] <= row["after_event"] for e in self.of_subject[parent]):
-            yield f"{what}, after its parent {parent} was canceled."
+        if any(e["kind"] in ENDS and e["seq"] <= row["after_event"] for e in self.of_subject[parent]):
+            yield f"{what}, after its parent {parent} had ended."
 
     def _receipt(self, row: Row) -> Iterator[str]:
         attempt = self.attempts[row["key"]]

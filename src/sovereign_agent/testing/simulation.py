@@ -262,7 +262,7 @@ def shrunk(template: Path, seed: int, steps: Sequence[int]) -> list[int]:
         while start < len(kept) and left:
             shorter = kept[:start] + kept[start + size :]
             left -= 1
-            if play(template, seed, shorter)[0].failures:
+            if shorter and play(template, seed, shorter)[0].failures:
                 kept = shorter
             else:
                 start += size
