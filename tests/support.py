@@ -20,7 +20,7 @@ import tomlkit
 
 from sovereign_agent import configuration, fencing, journal, outcomes
 from sovereign_agent.clock import Clock, ManualClock
-from sovereign_agent.database import Connection, Database, Result, Value
+from sovereign_agent.database import Connection, Database, Value
 from sovereign_agent.errors import SovereignError
 from sovereign_agent.organization import Organization
 from sovereign_agent.providers.base import Proposal
@@ -172,21 +172,23 @@ def _dying(number: int, act: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 @contextmanager
 def hook_after(connection: Connection, fragment: str, action: Callable[[], Any]) -> Iterator[None]:
-    """Call `action` once, right after this connection has run its first statement that contains `fragment`."""
-    execute = connection.execute
+    """Call `action` once, right after this connection's first statement, or lock, whose SQL contains `fragment`."""
     waiting = [action]
 
-    def run(sql: str, params: Sequence[Value] = ()) -> Result:
-        result = execute(sql, params)
-        if fragment in sql and waiting:
-            waiting.pop()()
-        return result
+    def hooked(statement: Callable[..., Any]) -> Callable[..., Any]:
+        def run(sql: str, params: Sequence[Value] = ()) -> Any:
+            result = statement(sql, params)
+            if fragment in sql and waiting:
+                waiting.pop()()
+            return result
 
-    connection.execute = run  # type: ignore[method-assign]
+        return run
+
+    connection.execute, connection.lock = hooked(connection.execute), hooked(connection.lock)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del connection.execute
+        del connection.execute, connection.lock
     assert not waiting, f"no statement contained {fragment!r}"
 
 
