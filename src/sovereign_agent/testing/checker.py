@@ -123,7 +123,7 @@ PROMISES = (
         """
         SELECT seq, kind, subject FROM events
          WHERE actor = '' AND kind NOT IN ('assignment.recovered', 'assignment.finished', 'message.swept',
-               'message.dead', 'message.revoked', 'sow.failed', 'sow.parked', 'outcome.reprojected', 'work.canceled')
+               'message.dead', 'sow.failed', 'sow.parked', 'outcome.reprojected', 'work.canceled')
         """,
     ),
     Promise(
