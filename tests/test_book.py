@@ -32,15 +32,15 @@ EXPECTED = """\
 {
   "worker_reached_running_before_sigkill": true,
   "worker_died_abnormally": true,
-  "before_recovery": {
-    "assignment_state": "RUNNING",
-    "execution_attempt_still_referenced": true
-  },
   "first_tick": {
     "recovered_count": 1
   },
   "second_tick_is_idempotent": {
     "recovered_count": 0
+  },
+  "before_recovery": {
+    "assignment_state": "RUNNING",
+    "execution_attempt_still_referenced": true
   },
   "after_recovery": {
     "assignment_state": "FAILED",

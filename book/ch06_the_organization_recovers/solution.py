@@ -51,9 +51,9 @@ PROVIDER = {
 EXPECTED = {
     "worker_reached_running_before_sigkill": True,
     "worker_died_abnormally": True,
-    "before_recovery": {"assignment_state": "RUNNING", "execution_attempt_still_referenced": True},
     "first_tick": {"recovered_count": 1},
     "second_tick_is_idempotent": {"recovered_count": 0},
+    "before_recovery": {"assignment_state": "RUNNING", "execution_attempt_still_referenced": True},
     "after_recovery": {
         "assignment_state": "FAILED",
         "receipt_status": "failed",
@@ -116,12 +116,12 @@ def observe(organization: Organization) -> dict[str, Any]:
     return {
         "worker_reached_running_before_sigkill": reached,
         "worker_died_abnormally": worker.returncode == -signal.SIGKILL,
+        "first_tick": {"recovered_count": len(first.recovered_assignments)},
+        "second_tick_is_idempotent": {"recovered_count": len(second.recovered_assignments)},
         "before_recovery": {
             "assignment_state": before.state.value,
             "execution_attempt_still_referenced": before.current_execution_attempt == attempt_id,
         },
-        "first_tick": {"recovered_count": len(first.recovered_assignments)},
-        "second_tick_is_idempotent": {"recovered_count": len(second.recovered_assignments)},
         "after_recovery": {
             "assignment_state": after.state.value,
             "receipt_status": receipt.status.value,
