@@ -118,17 +118,24 @@ def test_hazard_76_a_first_start_killed_at_any_statement_is_finished_by_the_next
     assert left == {(False, False, False), (True, False, False), (True, True, False), (False, True, True)}
 
 
-def test_nobody_comes_between_the_steps_of_a_first_start(location: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    db, told, write = _forget_the_epoch(location), list[str](), authority.write_marker
-    another = location.open(patience=timedelta(seconds=0.2), authority_required=False)
+def _met_at_the_marker(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> list[str]:
+    """What `act` is told each time that somebody is about to write the marker."""
+    told, write = list[str](), authority.write_marker
 
-    def meet(path: Path, epoch: str) -> None:
+    def meet(path: Path, text: str) -> None:
         with monkeypatch.context() as alone:
             alone.setattr(authority, "write_marker", write)
-            told.append(answer(authority.establish, another.connection))
-        write(path, epoch)
+            told.append(answer(act))
+        write(path, text)
 
     monkeypatch.setattr(authority, "write_marker", meet)
+    return told
+
+
+def test_nobody_comes_between_the_steps_of_a_first_start(location: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    db = _forget_the_epoch(location)
+    another = location.open(patience=timedelta(seconds=0.2), authority_required=False)
+    told = _met_at_the_marker(monkeypatch, lambda: authority.establish(another.connection))
     authority.establish(db.connection)
     assert told == ["ledger_busy"] * 2
     assert answer(authority.establish, another.connection) == "done"
@@ -568,16 +575,8 @@ def test_a_ledger_that_only_went_on_or_was_restored_opens_with_its_marker_on_ano
 def test_of_two_that_write_down_how_far_the_ledger_has_come_the_second_waits(
     db: Database, location: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, write = list[str](), authority.write_marker
     another = location.open(patience=timedelta(seconds=0.2))
-
-    def meet(path: Path, progress: str) -> None:
-        with monkeypatch.context() as alone:
-            alone.setattr(authority, "write_marker", write)
-            told.append(answer(authority.note_progress, another.connection))
-        write(path, progress)
-
-    monkeypatch.setattr(authority, "write_marker", meet)
+    told = _met_at_the_marker(monkeypatch, lambda: authority.note_progress(another.connection))
     authority.note_progress(db.connection)
     assert told == ["ledger_busy"]
     assert answer(authority.note_progress, another.connection) == "done"
