@@ -7,7 +7,7 @@
     verify_curriculum.py notebooks   each notebook runs from top to bottom in a fresh kernel, on every Python from
                                      3.11 that is found, where only its own set-up cell can bring our code; each cell
                                      prints what its chapter shows; a student's edition ends in NEEDS_WORK, an
-                                     instructor's in PASS
+                                     instructor's in PASS. Under CI=true a Python from 3.12 on must be found
 
 Whether a sentence is true is for its reader and for the tests.
 """
@@ -19,7 +19,9 @@ import os
 import re
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,11 +90,13 @@ def missing(root: Path, document: Path) -> Iterator[str]:
 def anchors(document: Path) -> set[str]:
     """The names under which a document's places can be linked to, as the usual viewers make them of its headings."""
     text = FENCE.sub("", document.read_text(encoding="utf-8"))
-    names: list[str] = []
+    names: Counter[str] = Counter()
+    found = {*ANCHOR.findall(text)}
     for heading in HEADING.findall(text):
         name = re.sub(r"[^\w\- ]", "", LINK.sub("]", heading).lower()).replace(" ", "-")
-        names.append(name if name not in names else f"{name}-{names.count(name)}")
-    return {*names, *ANCHOR.findall(text)}
+        found.add(f"{name}-{names[name]}" if names[name] else name)
+        names[name] += 1
+    return found
 
 
 # -- notebooks
@@ -118,8 +122,11 @@ def verify_notebooks(root: Path, only: str, cell_seconds: int, *, here: bool) ->
     releases = [environment.release for environment in found]
     print(f"notebooks: {len(notebooks)} ran on Python {', '.join(releases)}")
     if not here and all(release.startswith("3.11.") for release in releases):
-        print("notebooks: no Python from 3.12 on was found: on it nothing ran")
-    return [problem for visit in problems for problem in visit]
+        absent = "notebooks: no Python from 3.12 on was found: on it nothing ran"
+        if os.environ.get("CI") == "true":
+            return [absent, *chain.from_iterable(problems)]
+        print(absent)
+    return [*chain.from_iterable(problems)]
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ import zlib
 from base64 import b85decode, b85encode
 from pathlib import Path
 
+import learner
 import psutil
 import pytest
+import verify_curriculum
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "scripts" / "build_notebooks.py"
@@ -401,6 +403,22 @@ def test_whatever_a_notebook_does_otherwise_is_told_with_its_place(book):
         for words in told:
             assert words in done.stdout, name
     assert not any(straggler in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+
+
+def test_in_ci_a_newer_python_that_is_not_there_is_a_failure_and_elsewhere_it_is_told(book, monkeypatch, capsys):
+    absent = "notebooks: no Python from 3.12 on was found: on it nothing ran"
+    found = list[str]()
+    monkeypatch.setattr(learner, "environments", lambda *_: [learner.Environment(Path(), each) for each in found])
+    monkeypatch.setattr(learner, "attend", lambda *_: [])
+    for releases, ci, problems, told in (
+        (["3.11.7"], "true", [absent], False),
+        (["3.11.7"], "", [], True),
+        (["3.11.7", "3.12.1"], "true", [], False),
+    ):
+        found[:] = releases
+        monkeypatch.setenv("CI", ci)
+        assert verify_curriculum.verify_notebooks(book, "", 1, here=False) == problems
+        assert (absent in capsys.readouterr().out) == told
 
 
 @pytest.mark.timeout(600)

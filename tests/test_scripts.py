@@ -311,7 +311,7 @@ def curriculum(tmp_path):
     put(
         tmp_path,
         "README.md",
-        "# The top: is `a-b`?\n## Twice\n## Twice\n[On](#twice-1)\n"
+        "# The top: is `a-b`?\n## Thrice\n## Thrice\n## Thrice\n[On](#thrice-2)\n"
         "`tests/test_a.py::test_b[x]`, `docs/why/`, `tests/*.py`, `/tmp/x`, `a/b`\n"
         "```\n`docs/in-a-fence.md`\n# no\n```\n",
     )
@@ -329,7 +329,7 @@ def test_documents_that_point_at_what_exists_pass(curriculum):
         "`tests/test_a.py::test_c`",
         "`benchmarks/*.py`",
         "[x](nowhere.md)",
-        "[x](../README.md#twice-2)",
+        "[x](../README.md#thrice-3)",
         "[x](../README.md#no)",
         "[x](#x)",
     ],
