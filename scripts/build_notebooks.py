@@ -120,7 +120,10 @@ def main() -> int:
 def build(root: Path) -> list[Notebook]:
     """Every notebook of the book."""
     sys.path.insert(0, str(root / "src"))  # where grimp looks
-    return [notebook for path in sorted(root.glob("book/*/*.md")) for notebook in editions(root, path)]
+    try:
+        return [notebook for path in sorted(root.glob("book/*/*.md")) for notebook in editions(root, path)]
+    finally:
+        sys.path.remove(str(root / "src"))
 
 
 def editions(root: Path, path: Path) -> Iterator[Notebook]:

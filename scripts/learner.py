@@ -177,11 +177,17 @@ def end_all(box: str) -> list[str]:
     left = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            traces = [process.cwd(), *process.cmdline(), *process.environ().values()]
-            if process.status() != psutil.STATUS_ZOMBIE and any(box in trace for trace in traces):
+            if process.status() != psutil.STATUS_ZOMBIE and any(box in trace for trace in traces(process)):
                 left.append(" ".join(process.cmdline()))
                 process.kill()
     return left
+
+
+def traces(process: psutil.Process) -> Iterator[str]:
+    """Where a process stands, its words, its environment: as far as it shows them."""
+    for asked in (lambda: [process.cwd()], process.cmdline, lambda: process.environ().values()):
+        with suppress(psutil.Error, OSError):  # the second: a process may stand deeper than a path is long
+            yield from asked()
 
 
 # -- what was printed

@@ -24,6 +24,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background by a shell, which lets its jobs ignore SIGINT; the programs tested would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ.pop("PYTHONUNBUFFERED", None)  # a user's shell does not have it, and without it a program ends otherwise
+
 settings.register_profile("suite", deadline=None, derandomize=os.environ.get("CI") == "true")
 settings.load_profile("suite")
 

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -466,10 +466,14 @@ def _traces(folder: Path) -> dict[str, tuple[object, ...]]:
 def processes_of(folder: Path) -> list[psutil.Process]:
     """The processes other than this one that were started for a folder, wherever they hang in the tree by now."""
     found = list[psutil.Process]()
-    for process in psutil.process_iter(["cwd", "cmdline", "environ", "status"]):
-        about = process.info
-        places = [about["cwd"] or "", *(about["cmdline"] or []), *(about["environ"] or {}).values()]
-        started_for_it = any(str(folder) in place for place in places)
-        if started_for_it and about["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+    for process in psutil.process_iter(["status"]):
+        started_for_it = any(str(folder) in place for place in _places(process))
+        if started_for_it and process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
             found.append(process)
     return found
+
+
+def _places(process: psutil.Process) -> Iterator[str]:
+    for asked in (lambda: [process.cwd()], process.cmdline, lambda: process.environ().values()):
+        with suppress(psutil.Error, OSError):  # the second: a process may stand deeper than a path is long
+            yield from asked()

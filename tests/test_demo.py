@@ -9,9 +9,9 @@ import sys
 from copy import deepcopy
 from typing import Any
 
-import psutil
 import pytest
 from conftest import Location
+from support import processes_of
 
 from reference_organizations.store import morning
 from sovereign_agent.commands import demo_restore
@@ -50,7 +50,7 @@ def test_the_crash_demo_shows_what_it_promises_on_each_engine(location: Location
     assert healthy["status"] == "completed"
     assert healthy["seconds"] >= 3 * healthy["attempt_ttl_seconds"] > 0
     assert report["retry"]["outcome_state"] == "ACCEPTED"
-    assert _processes_of(location) == []
+    assert processes_of(location.root) == []
 
 
 @pytest.mark.timeout(110)
@@ -98,7 +98,7 @@ def test_hazard_91_the_restore_demo_shows_the_values_that_were_promised_on_each_
     assert (fresh["generation"], fresh["writes"]) == (3, [None, None])
     assert (fresh["work"], fresh["message"], fresh["run"]) == ("DONE", "DONE", "completed")
     assert report["rows_by_generation"] == [1, 1, 3, 3]
-    assert _processes_of(location) == []
+    assert processes_of(location.root) == []
 
 
 @pytest.mark.timeout(110)
@@ -167,7 +167,7 @@ def test_the_assistant_demo_goes_on_after_the_kill_and_writes_each_line_once_on_
     ]
     assert [row["generation"] for row in report["transcript"]] == [1, 1, 1, 1, 2, 2, 2]
     assert report["answer"].startswith("Vanilla (4 tubs) and strawberry (3 tubs)")
-    assert _processes_of(location) == []
+    assert processes_of(location.root) == []
 
 
 def _row(generation: int, role: str, **rest: Any) -> dict[str, Any]:
@@ -206,13 +206,3 @@ OTHER_MORNINGS: dict[str, Any] = {
 def test_the_assistant_demo_ends_with_1_if_anything_differs(difference: str) -> None:
     assert morning.as_promised(MORNING)
     assert not morning.as_promised(MORNING | OTHER_MORNINGS[difference])
-
-
-def _processes_of(location: Location) -> list[str]:
-    """Whatever still runs on this demo's folder: workers, supervisors, programs."""
-    found: list[str] = []
-    for process in psutil.process_iter(["cmdline", "cwd"]):
-        command, folder = process.info["cmdline"] or [], process.info["cwd"] or ""
-        if str(location.root) in " ".join(command) or folder.startswith(str(location.root)):
-            found.append(" ".join(command))
-    return found

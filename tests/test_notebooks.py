@@ -407,7 +407,7 @@ def test_whatever_a_notebook_does_otherwise_is_told_with_its_place(book):
 
 def test_in_ci_a_newer_python_that_is_not_there_is_a_failure_and_elsewhere_it_is_told(book, monkeypatch, capsys):
     absent = "notebooks: no Python from 3.12 on was found: on it nothing ran"
-    found = list[str]()
+    found, searched = list[str](), [*sys.path]
     monkeypatch.setattr(learner, "environments", lambda *_: [learner.Environment(Path(), each) for each in found])
     monkeypatch.setattr(learner, "attend", lambda *_: [])
     for releases, ci, problems, told in (
@@ -419,6 +419,7 @@ def test_in_ci_a_newer_python_that_is_not_there_is_a_failure_and_elsewhere_it_is
         monkeypatch.setenv("CI", ci)
         assert verify_curriculum.verify_notebooks(book, "", 1, here=False) == problems
         assert (absent in capsys.readouterr().out) == told
+    assert sys.path == searched  # where this process looks for modules is what its children are told
 
 
 @pytest.mark.timeout(600)

@@ -302,7 +302,7 @@ UNFINISHED = {
     "a report to whoever listens": (REPORT_TO_WHOEVER_LISTENS, "The worker's process ended by itself, with exit "),
     "a tower for an answer": (
         "import os, sys; os.write(int(sys.argv[4]), b'[' * 9_999 + b'\\n')",
-        "The worker's process ended by itself, with exit status 1, before it answered.",
+        "The worker's process ended by itself, with exit ",  # which: its own answer arrives, or meets a closed door
     ),
     "a long refusal": ("raise PermissionError('\\N{SNOWMAN}' * 99_999)", "before: "),
     "a refusal said and not done": (SAID_AND_NOT_DONE, "The worker wrote to the transcript after its last answer."),

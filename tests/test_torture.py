@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 from conftest import ENGINES, Location, Server
-from support import answer, child, eventually, new_assignment, receipt_for, traces
+from support import answer, child, eventually, heard, new_assignment, receipt_for, traces
 
 from sovereign_agent import assistant_work, cli, effects, fencing, organization, relay, supervisor
 from sovereign_agent.clock import ManualClock, moment
@@ -442,10 +443,25 @@ def test_an_interrupt_ends_the_torture_with_its_report_which_says_what_was_left_
     assert report["seconds"] < 60
 
 
-def test_what_the_torture_finds_is_named_and_is_its_exit_code(tmp_path: Path) -> None:
-    with subprocess.Popen(torture(tmp_path, "--seconds", "60"), stdout=subprocess.PIPE, text=True) as process:
+def stand_deeper_than_a_path_is_long(pipe: Any, folder: Path) -> None:
+    os.chdir(folder)
+    for name in ["d" * 250] * 20:
+        Path(name).mkdir()
+        os.chdir(name)
+    pipe.send("standing")
+    pipe.recv()
+
+
+def test_what_the_torture_finds_is_named_and_is_its_exit_code(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with (
+        child(stand_deeper_than_a_path_is_long, tmp_path_factory.mktemp("elsewhere")) as (_, somebody),
+        subprocess.Popen(torture(tmp_path, "--seconds", "60"), stdout=subprocess.PIPE, text=True) as process,
+    ):
         eventually(lambda: Witness(tmp_path / "witness.jsonl").told("asked"))
         (tmp_path / ".sovereign" / "runs" / "att_stranger").mkdir(parents=True)
+        assert heard(somebody) == "standing"
         process.send_signal(signal.SIGINT)
         stdout, _ = process.communicate(timeout=60)
     assert process.returncode == 1

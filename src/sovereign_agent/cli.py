@@ -57,11 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _attempt(given)
     except (BrokenPipeError, SystemExit):  # the second is rich's answer to a closed pipe
         code = CLOSED_PIPE
-    try:
-        if sys.stdout:  # pyright: ignore[reportUnnecessaryComparison] - None, when it was closed before the start
-            sys.stdout.flush()
-    except OSError:  # what could not be written has been told; the interpreter would complain once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None, when it was closed before the start
+        try:
+            stream.flush()
+        except OSError:  # what could not be written has been told; the interpreter would complain once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return code
 
 

@@ -32,6 +32,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tokenize
 from collections.abc import Iterator, Mapping
@@ -60,6 +61,7 @@ MAX_SOURCE_CHARACTERS = 100_000
 MAX_HANDOFF_BYTES = 1_000_000
 MAX_OUTPUT_BYTES = 65_536
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_PARSING = threading.Lock()
 
 REPLACED = "runtime paused or replaced by restore"
 SUPERSEDED = "worker claim expired or superseded"
@@ -367,9 +369,14 @@ class SourceTask(RuntimeLab):
 # --- the source -------------------------------------------------------------------------------------------
 
 
+def _parsed(text: str) -> ast.Module:
+    with _PARSING:  # early releases of Python 3.11 count how deep all threads are as one
+        return ast.parse(text)
+
+
 def _split(text: str, function: str) -> tuple[str, str, str]:
     """The file before the function, the function, and the file behind it."""
-    (node,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == function)
+    (node,) = (node for node in _parsed(text).body if isinstance(node, ast.FunctionDef) and node.name == function)
     lines = text.splitlines(keepends=True)
     return (
         "".join(lines[: node.lineno - 1]),
@@ -385,7 +392,7 @@ def _unsound(source: object, function: str) -> str:
     if len(source) > MAX_SOURCE_CHARACTERS:
         return f"The source is longer than {MAX_SOURCE_CHARACTERS} characters."
     try:
-        body = ast.parse(_plain(source)).body
+        body = _parsed(_plain(source)).body
     except SyntaxError as error:
         return f"The source is not Python: {error.msg} (line {error.lineno or 'unknown'})."
     except (ValueError, RecursionError, MemoryError) as error:

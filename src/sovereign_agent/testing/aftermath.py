@@ -159,7 +159,7 @@ def _programs_left(root: Path) -> list[str]:
     while True:
         left: list[str] = []
         for process in psutil.process_iter():
-            with suppress(psutil.Error):
+            with suppress(psutil.Error, OSError):  # the second: a process may stand deeper than a path is long
                 if Path(process.cwd()).is_relative_to(runs):
                     left.append(f"Process {process.pid} ({process.name()}) is still running in {process.cwd()}.")
         if not left or monotonic() > deadline:
