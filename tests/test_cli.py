@@ -28,7 +28,7 @@ import pytest
 import tomlkit
 import typer.main
 from conftest import Location
-from support import eventually
+from support import eventually, shown_on
 
 import sovereign_agent
 from sovereign_agent import assistant_work, cli, effects, fencing, journal, outcomes, relay, workspace
@@ -1286,16 +1286,7 @@ def test_a_terminal_shows_the_attempt_and_the_time_on_stderr_and_a_pipe_nothing(
     process = spawned("run", seen, "--root", local_root, "--json", stderr=theirs, env=os.environ | {"TERM": "xterm"})
     os.close(theirs)
     out, _ = process.communicate(timeout=WITHIN_SECONDS)
-    shown = b""
-    while True:
-        try:
-            chunk = os.read(ours, 65536)
-        except OSError:  # how Linux says that the other end is closed
-            break
-        if not chunk:
-            break
-        shown += chunk
-    os.close(ours)
+    shown = shown_on(ours)
     receipt = json.loads(out)
     assert (process.returncode, receipt["status"]) == (0, "completed")
     assert receipt["attempt_id"].encode() in shown

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -18,18 +19,31 @@ from sovereign_agent.commands import demo_restore
 from sovereign_agent.llm_lab import KEY_NAME
 
 
-def demo(which: str, location: Location, *arguments: str) -> subprocess.CompletedProcess[str]:
+def begun(which: str, location: Location, *arguments: str) -> subprocess.Popen[str]:
     ledger = ["--ledger", location.ledger] if location.engine == "postgresql" else []
     command = [sys.executable, "-m", "sovereign_agent", "demo", which, "--root", str(location.root / "demo")]
     without_key = {name: value for name, value in os.environ.items() if name != KEY_NAME}
-    return subprocess.run(
-        [*command, *ledger, *arguments], capture_output=True, text=True, timeout=100, check=False, env=without_key
-    )
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*command, *ledger, *arguments], stdout=pipe, stderr=pipe, text=True, env=without_key)
+
+
+def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    with process:
+        stdout, stderr = process.communicate(timeout=100)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def demo(which: str, location: Location, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return ended(begun(which, location, *arguments))
 
 
 @pytest.mark.timeout(110)
-def test_the_crash_demo_shows_what_it_promises_on_each_engine(location: Location) -> None:
-    shown = demo("crash", location, "--json")
+def test_the_crash_demo_shows_what_it_promises_and_tells_its_story_on_each_engine(
+    make_location: Callable[..., Location],
+) -> None:
+    location, another = make_location("one"), make_location("another")
+    in_json, in_words = begun("crash", location, "--json"), begun("crash", another)  # together, for they mostly wait
+    shown, told = ended(in_json), ended(in_words)
     assert shown.returncode == 0, shown.stdout + shown.stderr
     report = json.loads(shown.stdout)
     assert report["ledger"] == location.engine
@@ -50,13 +64,8 @@ def test_the_crash_demo_shows_what_it_promises_on_each_engine(location: Location
     assert healthy["status"] == "completed"
     assert healthy["seconds"] >= 3 * healthy["attempt_ttl_seconds"] > 0
     assert report["retry"]["outcome_state"] == "ACCEPTED"
-    assert processes_of(location.root) == []
-
-
-@pytest.mark.timeout(110)
-def test_the_crash_demo_tells_its_story_to_a_reader(tmp_path) -> None:
-    shown = demo("crash", Location("sqlite", "", tmp_path))
-    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert processes_of(location.root.parent) == []
+    assert told.returncode == 0, told.stdout + told.stderr
     for word in (
         "SIGKILL",
         "worker_lost",
@@ -66,7 +75,7 @@ def test_the_crash_demo_tells_its_story_to_a_reader(tmp_path) -> None:
         "renewed",
         "ACCEPTED",
     ):
-        assert word in " ".join(shown.stdout.split())
+        assert word in " ".join(told.stdout.split())
 
 
 REFUSED = "runtime paused or replaced by restore"

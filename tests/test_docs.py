@@ -267,11 +267,9 @@ def shell_in(folder: Path, **more: str) -> Iterator[Shell]:
 
 @pytest.mark.timeout(300)  # dozens of processes, on a machine that may have others
 @pytest.mark.parametrize("page", [page for page in PAGES if "```" in page.read_text()], ids=named)
-def test_a_page_holds_what_it_says(page, tmp_path, request):
+def test_a_page_holds_what_it_says(page, tmp_path, fresh_url):
     document = parsed(page)
-    more = {}
-    if "$LEDGER" in document.text:
-        more = {"LEDGER": request.getfixturevalue("postgres").fresh_url(migrated=False)}
+    more = {"LEDGER": fresh_url(migrated=False)} if "$LEDGER" in document.text else {}
     with shell_in(tmp_path, **more) as shell:
         document.namespace["shell"] = shell
         for example in document:

@@ -746,11 +746,13 @@ def test_any_order_of_acts_goes_as_the_model_says(machine: str, fresh: Fresh) ->
 
 
 @each_machine
-def test_any_order_of_acts_goes_as_the_model_says_on_postgresql(machine: str, postgres: Any, tmp_path: Path) -> None:
+def test_any_order_of_acts_goes_as_the_model_says_on_postgresql(
+    machine: str, fresh_url: Callable[..., str], tmp_path: Path
+) -> None:
     def fresh() -> Database:
         shutil.rmtree(tmp_path / "root", ignore_errors=True)
         (tmp_path / "root").mkdir()
-        return Database(postgres.fresh_url(), root=tmp_path / "root")
+        return Database(fresh_url(), root=tmp_path / "root")
 
     play(machine, fresh, 3, 30, phases=[Phase.generate])
 

@@ -387,8 +387,10 @@ def test_threads_do_not_wait_for_each_others_sessions(db: Database) -> None:
     assert counter(db) == 1
 
 
-def test_a_plan_that_another_hosts_migration_made_old_costs_one_repeated_call(postgres: Any, tmp_path: Path) -> None:
-    url = postgres.fresh_url()
+def test_a_plan_that_another_hosts_migration_made_old_costs_one_repeated_call(
+    fresh_url: Callable[..., str], tmp_path: Path
+) -> None:
+    url = fresh_url()
     with closing(Database(url, root=tmp_path)) as db, closing(Database(url, root=tmp_path)) as other:
         message = relay.send(db, "master-course", "operator-course", "subject", "body")
         for _ in range(10):  # often enough for the session to keep the plan

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import shown_on
 
 from sovereign_agent import assistant_service
 from sovereign_agent.database import LEDGER_NAME, Database
@@ -130,10 +131,10 @@ def test_on_a_terminal_it_shows_which_story_it_is_at_and_how_far(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours, theirs = pty.openpty()
-    with os.fdopen(ours, "rb", 0) as seen, os.fdopen(theirs, "w") as stderr:
+    with os.fdopen(theirs, "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
         assert tried(monkeypatch, "look") == 0
-        shown = seen.read(2**16).decode()
+    shown = shown_on(ours).decode()
     last = int(shown.rpartition(" of ")[2].split("\r")[0])
     assert shown == "".join(f"\r\x1b[Klook: cut {cut} of {last}" for cut in range(1, last + 1)) + "\r\x1b[K"
     assert capsys.readouterr().out.startswith(f"look         {last} cuts, ")

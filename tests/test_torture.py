@@ -31,6 +31,7 @@ from sovereign_agent.testing.crash_points import Doom, DoomedDatabase, Hardship,
 from sovereign_agent.testing.figures import Lifetime, measured
 from sovereign_agent.testing.invariants import violations
 from sovereign_agent.testing.promises import PROMISES
+from sovereign_agent.testing.torture import Options, Place, Torture
 from sovereign_agent.testing.workload import Witness
 
 OPERATOR, MASTER, PRINCIPAL = "operator-course", "master-course", "principal-human"
@@ -155,10 +156,8 @@ class Story:
 
 @pytest.fixture(scope="module", params=ENGINES)
 def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    url = ""
-    if request.param == "postgresql":
-        server: Server = request.getfixturevalue("postgres")
-        url = server.fresh_url()
+    server: Server | None = request.getfixturevalue("postgres") if request.param == "postgresql" else None
+    url = server.fresh_url() if server else ""
     with pytest.MonkeyPatch.context() as monkeypatch:
         told = Story(tmp_path_factory.mktemp("story"), url, monkeypatch)
         told.every_act()
@@ -168,6 +167,8 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         told.still_running()
         yield told
         told.org.close()
+    if server:
+        server.drop(url)
 
 
 class UndoError(Exception):
@@ -506,6 +507,31 @@ def doomed(pipe: Any, name: str, location: Location) -> None:
     for number in (1, 2):
         assistant_work.enqueue(db, f"mail:{number}", "lucy", "Sell it.")
     pipe.send("alive")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_in_overtime_those_make_room_whose_next_life_can_meet_what_nobody_has_met(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_room = list[str]()
+    monkeypatch.setattr(Place, "send", lambda place, _number: made_room.append(place.role))
+    executioner = Torture(Options(tmp_path, 0, 1, 0, ledger="postgresql://somewhere" * (engine == "postgresql")))
+    for point in executioner.reached:
+        executioner.reached[point] = 1
+    for never in hardships(engine):
+        executioner.witness.path.unlink(missing_ok=True)
+        for one in hardships(engine):
+            if one is not never:
+                executioner.witness.tell("hardship", name=one)
+        made_room.clear()
+        executioner._make_room()
+        assert made_room == ([] if never is Hardship.LOCKED else ["worker"])  # the living wait for a lock
+    for point in executioner.reached:
+        executioner.reached[point] = 0
+        made_room.clear()
+        executioner._make_room()
+        assert {*made_room} == {point.step.who}
+        executioner.reached[point] = 1
 
 
 @pytest.mark.parametrize(("moment", "there"), [("before_commit", 1), ("after_commit", 2)])

@@ -78,7 +78,7 @@ LATEST_STATEMENT = 150
 HARDLY_TRIED = 0.4
 """How many of the workers that are not to die at a point find their ledger full or read-only for a while."""
 
-OVERTIME_SECONDS = 20.0
+OVERTIME_SECONDS = 60.0
 """How much longer it may go on while there is a crash point or a hardship that nobody has met."""
 
 LONGEST_WAY = 4_000_000
@@ -263,9 +263,10 @@ class Torture:
         return [name for name, count in self._met().items() if not count]
 
     def _make_room(self) -> None:
-        """In overtime: end whoever is not on the way to what nobody has met, where its role can meet it."""
+        """In overtime: end whoever is not on the way to what nobody has met, where its role is doomed to it."""
         never = self._never_met()
-        wanted = {point.step.who for point, count in self.reached.items() if not count} or {"worker"}
+        wanted = {point.step.who for point, count in self.reached.items() if not count}
+        wanted |= {"worker" for one in self.hardships if not self.felt[one]}  # whoever is to wait for a lock must live
         for place in self.cast:
             began_at = place.lifetime.began_at if place.lifetime else 0
             on_its_way = str(place.doom.point or place.doom.hardship) in never and _now() < began_at + LONGEST_WAY
