@@ -234,6 +234,35 @@ def test_what_fails_without_any_step_is_shortened_to_one_because_a_replay_names_
     assert len(shrunk(template, 0, range(3))) == 1
 
 
+@pytest.mark.parametrize(
+    "also", [["--replay", "-"], ["--scenario", "attempt"], ["--seeds", "3"], ["--seeds", "0"]], ids=" ".join
+)
+def test_one_history_and_something_else_are_refused(also: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--seed", "1", *also]) == 2
+    assert "--replay and --seed play one thing alone" in " ".join(capsys.readouterr().err.split())
+
+
+WITHIN_600_KB = """
+import resource, sys
+from sovereign_agent import cli
+resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
+if __name__ == "__main__":
+    sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_disk_that_is_full_is_no_broken_promise(tmp_path: Path) -> None:
+    script = tmp_path / "within.py"
+    script.write_text(WITHIN_600_KB)
+    command = [sys.executable, str(script), "simulate", "--seeds", "20", "--root", str(tmp_path), "--json"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout) == (4, "")
+    error = json.loads(told.stderr)["error"]
+    assert error["category"] == "ledger_unavailable"
+    assert "/seed-" in error["happened"]
+    assert [each.name for each in tmp_path.iterdir()] == ["within.py"]
+
+
 def test_steps_without_the_history_they_are_of_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "--only", "3"]) == 2
     assert "--seed" in capsys.readouterr().err

@@ -245,6 +245,8 @@ def play(template: Path, seed: int, steps: Iterable[int]) -> tuple[Report, list[
             for number in steps:
                 world.step(number)
             world.end()
+        except LedgerUnavailable:
+            raise  # outside of `World._answer` no fault is planned: the disk is full, and no promise is broken
         except Exception as error:  # noqa: BLE001 - as in `World._answer`
             world.report.failures.setdefault(seed, []).append(f"It ended in {type(error).__name__}: {error}")
         finally:
