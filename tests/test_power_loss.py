@@ -9,6 +9,7 @@ import itertools
 import os
 import pty
 import secrets
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +139,21 @@ def test_on_a_terminal_it_shows_which_story_it_is_at_and_how_far(
     last = int(shown.rpartition(" of ")[2].split("\r")[0])
     assert shown == "".join(f"\r\x1b[Klook: cut {cut} of {last}" for cut in range(1, last + 1)) + "\r\x1b[K"
     assert capsys.readouterr().out.startswith(f"look         {last} cuts, ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_whoever_ends_it_finds_no_folder_of_it(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(root: Path) -> Iterator[str]:
+        yield from look(root)
+        assert [*tmp_path.iterdir()]
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(power_loss, "_quick", lambda: str(tmp_path))
+    monkeypatch.setitem(STORIES, "ended", ended)
+    assert tried(monkeypatch, "ended") == 130
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_elsewhere_it_is_quiet_and_a_story_that_is_none_is_named(

@@ -42,6 +42,7 @@ from sovereign_agent.database import LEDGER_NAME, Connection, Database, Transact
 from sovereign_agent.errors import SovereignError
 from sovereign_agent.organization import Organization
 from sovereign_agent.records import Receipt, ReceiptStatus, new_id
+from sovereign_agent.supervisor import first_signal_interrupts
 from sovereign_agent.testing.invariants import violations
 from sovereign_agent.testing.recorder import (
     Change,
@@ -487,7 +488,7 @@ class Judge:
 
 
 def main() -> int:
-    """Try each story, or those named; print the figures. 0 when nothing was found."""
+    """Try each story, or those named; print the figures. 0 when nothing was found, 130 when it was ended."""
     parser = argparse.ArgumentParser(description="Cut the power at every point of a story, and open what is left.")
     parser.add_argument("stories", nargs="*", metavar="STORY", help=f"of {', '.join(STORIES)}; by default all")
     parser.add_argument("--reorderings", type=int, default=20, help="random choices at each cut")
@@ -495,6 +496,14 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.stories) - STORIES.keys():
         parser.error(f"there is no story {min(unknown)!r}; there are {', '.join(STORIES)}")
+    try:
+        with first_signal_interrupts():
+            return _tried(options)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _tried(options: argparse.Namespace) -> int:
     found, tell = 0, _on_one_line if sys.stderr.isatty() else bool
     for story in options.stories or STORIES:
         report = try_story(story, reorderings=options.reorderings, seed=options.seed, tell=tell)
