@@ -1270,6 +1270,7 @@ def test_a_pipe_in_place_of_the_settings_is_refused_at_once(verb, local_root):
     try:
         eventually(lambda: process.poll() is not None)
     finally:
+        process.kill()
         told = ended(process)
     assert told.code == 2
     assert f"{FILE_NAME} cannot be used: it is a pipe." in told.out + told.err
