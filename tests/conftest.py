@@ -22,6 +22,7 @@ from psycopg.conninfo import conninfo_to_dict
 from sovereign_agent.clock import ManualClock
 from sovereign_agent.database import LEDGER_NAME, Database
 from sovereign_agent.organization import Organization
+from sovereign_agent.supervisor import STOP_SIGNALS
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background by a shell, which lets its jobs ignore SIGINT; the programs tested would inherit that.
@@ -208,6 +209,17 @@ def make_location(engine: str, fresh_url: Callable[..., str], tmp_path: Path) ->
 def location(make_location: Callable[..., Location]) -> Location:
     """A place for one ledger, on each engine."""
     return make_location()
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Put the handlers of both signals back after a test that had them taken away, and hear both."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @pytest.fixture

@@ -141,6 +141,7 @@ def test_on_a_terminal_it_shows_which_story_it_is_at_and_how_far(
     assert capsys.readouterr().out.startswith(f"look         {last} cuts, ")
 
 
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_whoever_ends_it_finds_no_folder_of_it(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1155,17 +1155,6 @@ def interrupted_by(number: signal.Signals) -> bool:
     return False
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """Put the handlers of both signals back after a test that had them taken away, and hear both."""
-    before = {number: signal.getsignal(number) for number in supervisor.STOP_SIGNALS}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("first", supervisor.STOP_SIGNALS)
 @pytest.mark.parametrize("second", supervisor.STOP_SIGNALS)
