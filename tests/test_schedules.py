@@ -13,11 +13,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from support import answer
 
 from sovereign_agent import assistant_work, cli, fencing, relay
 from sovereign_agent.clock import ManualClock
 from sovereign_agent.commands import simulate
-from sovereign_agent.errors import ConfigurationFault
+from sovereign_agent.errors import ConfigurationFault, LedgerUnavailable
 from sovereign_agent.storage import sqlite
 from sovereign_agent.testing import schedules
 from sovereign_agent.testing.answers import Fact, contradictions
@@ -370,6 +371,32 @@ def test_the_failing_run_is_told_without_what_it_does_not_need():
     found = explore(scenario, faults=0)
     assert found.failure
     assert schedules.script("toy", found.failure) == "scenario toy\nb\n# b\n"
+
+
+def test_a_disk_that_is_full_ends_the_search_and_is_no_finding(monkeypatch: pytest.MonkeyPatch):
+    def full(self: Any, *, read_only: bool) -> Any:
+        connection = opened(self, read_only=read_only)
+        connection.execute("PRAGMA max_page_count = 1")  # which means as many as there are
+        return connection
+
+    def send_much(player: Player) -> None:
+        relay.send(player.db, MASTER, OPERATOR, "much", "x" * 50_000)
+
+    opened = schedules.SteppedDatabase._open
+    monkeypatch.setattr(schedules.SteppedDatabase, "_open", full)
+    with pytest.raises(LedgerUnavailable, match="full"):
+        explore(toy(a=send_much)[0], faults=0)
+
+
+def test_a_ledger_that_cannot_be_used_for_another_reason_is_a_finding():
+    def find_it_damaged(_: Player) -> None:
+        raise LedgerUnavailable("It is damaged.", category="ledger_unavailable")
+
+    scenario, _ = toy(a=find_it_damaged)
+    assert answer(explore, scenario, faults=0) == "done"
+    found = explore(scenario, faults=0)
+    assert found.failure
+    assert "It is damaged." in found.failure.findings[0]
 
 
 # --- scripts and the verb ---------------------------------------------------------------------------------

@@ -235,7 +235,9 @@ def test_what_fails_without_any_step_is_shortened_to_one_because_a_replay_names_
 
 
 @pytest.mark.parametrize(
-    "also", [["--replay", "-"], ["--scenario", "attempt"], ["--seeds", "3"], ["--seeds", "0"]], ids=" ".join
+    "also",
+    [["--replay", "-"], ["--scenario", "attempt"], ["--seeds", "3"], ["--seeds", "0"], ["--faults", "0"]],
+    ids=" ".join,
 )
 def test_one_history_and_something_else_are_refused(also: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "--seed", "1", *also]) == 2
@@ -261,6 +263,17 @@ def test_a_disk_that_is_full_is_no_broken_promise(tmp_path: Path) -> None:
     assert error["category"] == "ledger_unavailable"
     assert "/seed-" in error["happened"]
     assert [each.name for each in tmp_path.iterdir()] == ["within.py"]
+
+
+def test_a_ledger_that_is_damaged_at_the_end_is_a_failure_of_its_history(
+    template: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(_: World) -> None:
+        raise LedgerUnavailable("It is damaged.", category="ledger_unavailable")
+
+    monkeypatch.setattr(World, "end", damaged)
+    report, _ = play(template, 0, range(3))
+    assert report.failures == {0: ["It ended in LedgerUnavailable: It is damaged."]}
 
 
 def test_steps_without_the_history_they_are_of_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

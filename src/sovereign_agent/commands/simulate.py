@@ -80,7 +80,7 @@ def simulate(
 
     if only and seed is None:
         raise typer.BadParameter("--only chooses steps of the history that --seed names.")
-    if bool(replay) + (seed is not None) + bool(scenario or seeds is not None) > 1:
+    if bool(replay) + (seed is not None) + bool(scenario or (seeds, faults) != (None, None)) > 1:
         raise typer.BadParameter("--replay and --seed play one thing alone: nothing else is chosen beside them.")
     with first_signal_interrupts(), scratch(root) as folder:
         if replay:

@@ -10,6 +10,7 @@ an exception, as a killed process never would, finds no ledger until the next li
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from enum import StrEnum
 from pathlib import Path
@@ -45,9 +46,20 @@ AT_A_TRANSACTION = tuple(Fault)[:6]
 KILLS = tuple(Fault)[:3]
 OF_A_COMMIT = (Fault.KILLED_INSIDE, Fault.KILLED_AFTER, Fault.REPLY_LOST)
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+DISK_CODES = (10, 13)
+"""SQLITE_IOERR and SQLITE_FULL."""
+
 
 class Killed(BaseException):
     """The end of a simulated process. No handler of Exception sees it, as none sees SIGKILL."""
+
+
+def is_of_the_disk(error: BaseException) -> bool:
+    """Whether this came of a disk that is full or fails, and so says nothing about a promise of the ledger."""
+    if isinstance(error, LedgerUnavailable):
+        return getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF in DISK_CODES
+    return isinstance(error, OSError) and error.errno in DISK_ERRORS
 
 
 class FaultyDatabase(Database):

@@ -38,6 +38,7 @@ from sovereign_agent.database import LEDGER_NAME, Connection, Database, Transact
 from sovereign_agent.errors import ConfigurationFault, Contention, Refusal
 from sovereign_agent.organization import Organization
 from sovereign_agent.testing.answers import Fact
+from sovereign_agent.testing.faults import is_of_the_disk
 from sovereign_agent.testing.invariants import violations
 
 T = TypeVar("T")
@@ -131,6 +132,7 @@ class Player:
         self.begun = False
         self.over = False
         self.fault = ""
+        self.of_the_disk: BaseException | None = None
         self.act = stage.scenario.actors[name]
         self._facts = stage.facts
         self._go = threading.Semaphore(0)
@@ -195,13 +197,16 @@ class Player:
     def _return(self) -> None:
         if not self._back.acquire(timeout=PATIENCE_SECONDS):
             raise RuntimeError(f"{self.name} has not come back from its step")
+        if self.of_the_disk:
+            raise self.of_the_disk
 
     def _live(self) -> None:
         try:
             self.act(self)
         except Killed:
             pass
-        except BaseException:  # noqa: BLE001 - whatever it is, the run is judged by it
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the run is judged by it
+            self.of_the_disk = error if is_of_the_disk(error) else None
             self.fault = traceback.format_exc(limit=-3)
         finally:
             self.db.player = None

@@ -39,7 +39,7 @@ from sovereign_agent.errors import Contention, LedgerUnavailable, Refusal
 from sovereign_agent.organization import Organization
 from sovereign_agent.testing.cast import OPERATORS, Operator, Planner, Process, ProcessClock, Supervisor, Worker
 from sovereign_agent.testing.checker import DIARY, breaches
-from sovereign_agent.testing.faults import AT_A_TRANSACTION, Fault, FaultyDatabase, Killed
+from sovereign_agent.testing.faults import AT_A_TRANSACTION, Fault, FaultyDatabase, Killed, is_of_the_disk
 
 STEPS = 120
 CAST = (Worker, Worker, Worker, Supervisor, Supervisor, Planner, Operator)
@@ -197,7 +197,9 @@ class World:
             return trouble.category
         except Killed:
             return "killed"
-        except Exception as error:  # noqa: BLE001 - a fault of our own, of any kind, is what is looked for
+        except Exception as error:  # a fault of our own, of any kind, is what is looked for
+            if is_of_the_disk(error):
+                raise
             self._fail(f"{name} ended in {type(error).__name__}: {error} {getattr(error, 'why', '')}")
             return "fault"
         self.report.acts[name] += 1
@@ -245,9 +247,9 @@ def play(template: Path, seed: int, steps: Iterable[int]) -> tuple[Report, list[
             for number in steps:
                 world.step(number)
             world.end()
-        except LedgerUnavailable:
-            raise  # outside of `World._answer` no fault is planned: the disk is full, and no promise is broken
-        except Exception as error:  # noqa: BLE001 - as in `World._answer`
+        except Exception as error:
+            if is_of_the_disk(error):
+                raise
             world.report.failures.setdefault(seed, []).append(f"It ended in {type(error).__name__}: {error}")
         finally:
             world.close()
